@@ -147,9 +147,7 @@ def test_help_lists_the_first_day_and_help_all_every_target(make):
         assert re.findall(r"^  make (\S+) +\S", text, re.MULTILINE) == expected
         assert max(map(len, text.splitlines())) <= 80
     assert expected[2:7] == ["rlhf", "init", "chat", "ui", "report"]
-    assert {"PROFILE", "JOB", "ARGS", "SWEEP", "RAY_ADDRESS", "FORWARD"} <= {
-        *re.findall(r"([A-Z_]+)=", text)
-    }
+    assert {"PROFILE", "JOB", "ARGS", "SWEEP", "RAY_ADDRESS", "FORWARD"} <= {*re.findall(r"([A-Z_]+)=", text)}
 
 
 def test_setup_installs_once_and_again_when_the_pins_change(make):

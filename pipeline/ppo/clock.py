@@ -29,7 +29,7 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         reset_peak(self.device)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         except Exception as error:
@@ -38,7 +38,7 @@ class Phases:
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # waits until all kernels of the phase have run
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
@@ -67,7 +67,7 @@ def reset_peak(device: torch.device) -> None:
     """Resets the peak of this process's memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif (clear := Path("/proc/self/clear_refs")).exists():
+    elif (clear_refs := Path("/proc/self/clear_refs")).exists():
         # If a container forbids resetting the peak, the peak since the process started is an upper bound.
         with suppress(PermissionError):
-            clear.write_text("5")  # "reset the peak resident set size" (proc(5))
+            clear_refs.write_text("5")  # "reset the peak resident set size" (proc(5))

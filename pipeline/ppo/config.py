@@ -241,45 +241,45 @@ class PPOConfig:
     def __post_init__(self) -> None:
         require = partial(require_value, self)
         name = self.advantage_estimator
-        known = name in estimators.ESTIMATORS or name.startswith("python:")
-        names = f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
-        require("advantage_estimator", known, names)
+        is_known = name in estimators.ESTIMATORS or name.startswith("python:")
+        choices = f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
+        require("advantage_estimator", is_known, choices)
         with blame_key("advantage_estimator"):
-            groups, reads = self.estimator.compares_groups, self.estimator.reads
-        unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
-        parameters = (
+            groups, inputs = self.estimator.compares_groups, self.estimator.reads
+        unknown = sorted(inputs - estimators.TENSORS - {field.name for field in fields(self)})
+        parameter_rule = (
             f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
             f"unknown: {', '.join(unknown)}"
         )
-        require("advantage_estimator", not unknown, parameters)
+        require("advantage_estimator", not unknown, parameter_rule)
 
         require("min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length")
-        together = f"a multiple of num_generations ({self.num_generations}), because a prompt's completions stay together"
-        require("batch_size", self.batch_size % self.num_generations == 0, together)
-        most = f"at most batch_size ({self.batch_size})"
-        require("num_mini_batches", self.num_mini_batches <= self.batch_size, most)
-        several = f"2 or more, because {name} compares the completions to a prompt"
-        require("num_generations", self.num_generations > 1 or not groups, several)
-        token = f"'token' with advantage_estimator {name}, because its advantages differ from token to token"
-        require("importance_sampling_level", self.importance_sampling_level == "token" or groups, token)
-        pulls = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average, and would not keep the policy close "
-        pulls += "to the reference"
-        require("kl_estimator", self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"), pulls)
+        batch_rule = f"a multiple of num_generations ({self.num_generations}), because a prompt's completions stay together"
+        require("batch_size", self.batch_size % self.num_generations == 0, batch_rule)
+        minibatch_rule = f"at most batch_size ({self.batch_size})"
+        require("num_mini_batches", self.num_mini_batches <= self.batch_size, minibatch_rule)
+        group_rule = f"2 or more, because {name} compares the completions to a prompt"
+        require("num_generations", self.num_generations > 1 or not groups, group_rule)
+        level = f"'token' with advantage_estimator {name}, because its advantages differ from token to token"
+        require("importance_sampling_level", self.importance_sampling_level == "token" or groups, level)
+        kl_rule = "'k2' or 'k3' with kl_in: loss, because the gradient of k1 is 0 on average, and would not keep the policy close "
+        kl_rule += "to the reference"
+        require("kl_estimator", self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"), kl_rule)
 
-        truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
-        if len(chosen := [key for key in truncated if getattr(self, key)]) > 1:
-            require(chosen[-1], False, f"only one of {', '.join(truncated)}: found {chosen}")
+        truncation_keys = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
+        if len(set_keys := [key for key in truncation_keys if getattr(self, key)]) > 1:
+            require(set_keys[-1], False, f"only one of {', '.join(truncation_keys)}: found {set_keys}")
         # transformers' polynomial schedule decays to 1e-7, so the initial rate must be larger.
         for key in ("learning_rate", "critic_learning_rate")[: 1 + self.uses_critic]:
             rate = getattr(self, key)
-            allowed = rate is None or rate > 1e-7 or self.lr_scheduler_type != "polynomial"
-            require(key, allowed, "above 1e-7 with lr_scheduler_type: polynomial")
+            is_allowed = rate is None or rate > 1e-7 or self.lr_scheduler_type != "polynomial"
+            require(key, is_allowed, "above 1e-7 with lr_scheduler_type: polynomial")
         for key in ("vf_coef", "critic_learning_rate"):
-            allowed = getattr(self, key) != 0 or self.critic == "adapter" or not self.uses_critic
-            require(key, allowed, "above 0 if trainer.critic is head, because the value head starts at 0")
+            is_allowed = getattr(self, key) != 0 or self.critic == "adapter" or not self.uses_critic
+            require(key, is_allowed, "above 0 if trainer.critic is head, because the value head starts at 0")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
-            allowed = self.uses_critic or not getattr(self, key)
-            require(key, allowed, "off if there is no critic (advantage_estimator: gae has one)")
+            is_allowed = self.uses_critic or not getattr(self, key)
+            require(key, is_allowed, "off if there is no critic (advantage_estimator: gae has one)")
 
     @property
     def estimator(self) -> Estimator:
@@ -330,8 +330,8 @@ class PPOConfig:
 
     def decoded(self, workers: int) -> int:
         """Returns the number of completions that each of `workers` workers decodes at once if the worker's memory allows."""
-        own = math.ceil(self.prompts_per_update / workers) * self.num_generations
-        return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
+        share = math.ceil(self.prompts_per_update / workers) * self.num_generations
+        return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, share)
 
     def planned_rows(self, workers: int) -> int:
         """Returns the number of completions that a plan decodes at once: at most PLANNED_ROWS if the job sets no number."""

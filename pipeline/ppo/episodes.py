@@ -38,13 +38,13 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Te
     return x
 
 
-def gather(mine: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Returns the list of all workers' values, on every worker. Values must be small Python objects."""
-    parts = [mine] * world()[1]
-    if len(parts) > 1:
+    values = [value] * world()[1]
+    if len(values) > 1:
         catch_up()
-        dist.all_gather_object(parts, mine)
-    return parts
+        dist.all_gather_object(values, value)
+    return values
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Prompts:
     def longest(self) -> int:
         """Returns the number of tokens of the longest prompt."""
         # If the rows are a datasets.Dataset, reads only the column `input_ids`.
-        columns: Any = self.rows if hasattr(self.rows, "column_names") else None
-        return max(map(len, columns["input_ids"] if columns else (row["input_ids"] for row in self.rows)))
+        dataset: Any = self.rows if hasattr(self.rows, "column_names") else None
+        return max(map(len, dataset["input_ids"] if dataset else (row["input_ids"] for row in self.rows)))
 
 
 def prompt_order(
@@ -161,16 +161,16 @@ class Episodes(Sequences):
             return self
         shape = torch.tensor([self.input_ids.shape[1], self.mask.shape[1]], device=self.indices.device)
         width, actions = all_reduce(shape, dist.ReduceOp.MAX).tolist()
-        whole = {}
+        tensors = {}
         for field in fields(self):
-            mine = getattr(self, field.name)
-            columns = [] if mine.dim() == 1 else [width if field.name == "input_ids" else actions]
+            local = getattr(self, field.name)
+            columns = [] if local.dim() == 1 else [width if field.name == "input_ids" else actions]
             # The sum over workers is exact, because one worker has the row, and all other workers add 0.
-            dtype = torch.uint8 if mine.dtype == torch.bool else mine.dtype
-            rows = torch.zeros(batch_size, *columns, dtype=dtype, device=mine.device)
-            rows[(self.indices, *(slice(n) for n in mine.shape[1:]))] = mine.to(dtype)
-            whole[field.name] = all_reduce(rows).to(mine.dtype)
-        return Episodes(**whole)
+            dtype = torch.uint8 if local.dtype == torch.bool else local.dtype
+            rows = torch.zeros(batch_size, *columns, dtype=dtype, device=local.device)
+            rows[(self.indices, *(slice(n) for n in local.shape[1:]))] = local.to(dtype)
+            tensors[field.name] = all_reduce(rows).to(local.dtype)
+        return Episodes(**tensors)
 
 
 def collate(
@@ -186,16 +186,16 @@ def collate(
         indices: each row's index in the global batch of the update.
         pad: id of the padding token.
     """
-    plain = collate_ids(prompts, [c.tokens for c in completions], device, indices, pad)
-    mask = plain.mask
-    of_actions = "old_logprobs ref_logprobs teacher_logprobs values rewards advantages returns".split()
-    later = {name: torch.zeros(mask.shape, device=device) for name in of_actions}
-    later |= {n: torch.zeros(len(mask), device=device) for n in ("scores", "greedy_scores", "bootstrap")}
+    sequences = collate_ids(prompts, [c.tokens for c in completions], device, indices, pad)
+    mask = sequences.mask
+    action_fields = "old_logprobs ref_logprobs teacher_logprobs values rewards advantages returns".split()
+    zeros = {name: torch.zeros(mask.shape, device=device) for name in action_fields}
+    zeros |= {n: torch.zeros(len(mask), device=device) for n in ("scores", "greedy_scores", "bootstrap")}
     sampler_logprobs = [c.logprobs + [0.0] * (mask.shape[1] - len(c.tokens)) for c in completions]
     return Episodes(
-        **vars(plain),
+        **vars(sequences),
         ended=torch.tensor([c.ended for c in completions], device=device),
         sampler_logprobs=torch.tensor(sampler_logprobs, device=device),
         learn=mask.clone(),
-        **later,
+        **zeros,
     )

@@ -77,15 +77,15 @@ class Estimator:
         return "num_generations" in self.reads
 
 
-def call_formula(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
+def call_formula(function: Callable[..., Any], args: Any, inputs: Mapping[str, Any]) -> Any:
     """Calls a formula or definition with values for the parameters in its signature.
 
     Args:
         args: a PPOConfig, for the parameters that are keys of the trainer section.
-        known: {parameter: value} of the other parameters. The values are tensors or lists.
+        inputs: {parameter: value} of the other parameters. The values are tensors or lists.
     """
     names = inspect.signature(function).parameters
-    return function(**{name: known[name] if name in known else getattr(args, name) for name in names})
+    return function(**{name: inputs[name] if name in inputs else getattr(args, name) for name in names})
 
 
 # ------------------------------------------------------------------------------------------------------ formulas
@@ -112,8 +112,8 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
     """Returns the reward to go minus the greedy completion's score, discounted in the same way (Li et al. 2023, algorithm 1)."""
-    later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # for each action, the number of later actions
-    return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**later
+    remaining = mask.flip(-1).cumsum(-1).flip(-1) - 1  # for each action, the number of later actions
+    return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**remaining
 
 
 def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
@@ -121,17 +121,17 @@ def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tu
 
     If all totals of a group are equal, the differences are exactly 0, even if rounding changes the mean.
     """
-    group = rewards.double().where(mask, 0.0).sum(-1).view(-1, num_generations)
-    tied = group.amax(-1, keepdim=True) == group.amin(-1, keepdim=True)
-    return (group - group.mean(-1, keepdim=True)).where(~tied, 0.0), group
+    totals = rewards.double().where(mask, 0.0).sum(-1).view(-1, num_generations)
+    is_tied = totals.amax(-1, keepdim=True) == totals.amin(-1, keepdim=True)
+    return (totals - totals.mean(-1, keepdim=True)).where(~is_tied, 0.0), totals
 
 
 def _rloo(rewards: Tensor, mask: Tensor, num_generations: int) -> Tensor:
     """Returns a completion's reward minus the mean reward of the prompt's other completions (Ahmadian et al. 2024)."""
-    relative, _ = _above_group_mean(rewards, mask, num_generations)
+    advantages, _ = _above_group_mean(rewards, mask, num_generations)
     # R - (mean of the others) = n / (n - 1) * (R - mean)
-    relative = relative * num_generations / (num_generations - 1)
-    return relative.reshape(-1, 1).expand_as(rewards)
+    advantages = advantages * num_generations / (num_generations - 1)
+    return advantages.reshape(-1, 1).expand_as(rewards)
 
 
 def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bool) -> Tensor:
@@ -139,10 +139,10 @@ def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bo
 
     See Shao et al. 2024, section 4.1.2. Dr. GRPO (Liu et al. 2025) does not divide.
     """
-    relative, group = _above_group_mean(rewards, mask, num_generations)
+    advantages, totals = _above_group_mean(rewards, mask, num_generations)
     if scale_rewards:
-        relative = relative / (group.std(-1, keepdim=True) + 1e-4)
-    return relative.reshape(-1, 1).expand_as(rewards)
+        advantages = advantages / (totals.std(-1, keepdim=True) + 1e-4)
+    return advantages.reshape(-1, 1).expand_as(rewards)
 
 
 def _none(rewards: Tensor) -> Tensor:
@@ -156,11 +156,11 @@ def _none(rewards: Tensor) -> Tensor:
 def _defined_gae(rewards: Rows, values: Rows, bootstrap: list[float], gamma: float, lam: float) -> Rows:
     """Computes delta_t = r_t + gamma V_{t+1} - V_t, and A_t = delta_t + gamma lambda A_{t+1}."""
     rows = []
-    for paid, valued, later in zip(rewards, values, bootstrap, strict=True):
+    for row_rewards, row_values, next_value in zip(rewards, values, bootstrap, strict=True):
         row, advantage = [], 0.0
-        for reward, value in zip(reversed(paid), reversed(valued), strict=True):
-            advantage = reward + gamma * later - value + gamma * lam * advantage
-            later = value
+        for reward, value in zip(reversed(row_rewards), reversed(row_values), strict=True):
+            advantage = reward + gamma * next_value - value + gamma * lam * advantage
+            next_value = value
             row.append(advantage)
         rows.append(row[::-1])
     return rows
@@ -168,8 +168,8 @@ def _defined_gae(rewards: Rows, values: Rows, bootstrap: list[float], gamma: flo
 
 def _defined_reward_to_go(rewards: Rows, gamma: float) -> Rows:
     return [
-        [sum(gamma ** (i - t) * paid[i] for i in range(t, len(paid))) for t in range(len(paid))]
-        for paid in rewards
+        [sum(gamma ** (i - t) * row[i] for i in range(t, len(row))) for t in range(len(row))]
+        for row in rewards
     ]
 
 
@@ -179,21 +179,21 @@ def _defined_remax(rewards: Rows, greedy_scores: list[float], gamma: float) -> R
 
 
 def _defined_rloo(rewards: Rows) -> Rows:
-    totals = [sum(paid) for paid in rewards]
-    others = [(sum(totals) - total) / (len(totals) - 1) for total in totals]
-    return [[total - mean] * len(paid) for total, mean, paid in zip(totals, others, rewards, strict=True)]
+    totals = [sum(row) for row in rewards]
+    means = [(sum(totals) - total) / (len(totals) - 1) for total in totals]
+    return [[total - mean] * len(row) for total, mean, row in zip(totals, means, rewards, strict=True)]
 
 
 def _defined_grpo(rewards: Rows, scale_rewards: bool) -> Rows:
-    totals = [sum(paid) for paid in rewards]
+    totals = [sum(row) for row in rewards]
     mean = sum(totals) / len(totals)
     deviation = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
     scale = deviation + 1e-4 if scale_rewards else 1.0
-    return [[(total - mean) / scale] * len(paid) for total, paid in zip(totals, rewards, strict=True)]
+    return [[(total - mean) / scale] * len(row) for total, row in zip(totals, rewards, strict=True)]
 
 
 def _defined_none(rewards: Rows) -> Rows:
-    return [[0.0] * len(paid) for paid in rewards]
+    return [[0.0] * len(row) for row in rewards]
 
 
 ESTIMATORS = {

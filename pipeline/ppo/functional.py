@@ -87,8 +87,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     mask = mask.bool()
     rewards = (-kl_coef * kl.float()).where(mask, 0.0).to(scores.dtype)
     remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from each action to the end
-    paid = scores.unsqueeze(-1).expand_as(rewards).where(mask & (remaining == 1), 0.0)
-    return rewards + paid
+    last_rewards = scores.unsqueeze(-1).expand_as(rewards).where(mask & (remaining == 1), 0.0)
+    return rewards + last_rewards
 
 
 def gae(
@@ -110,11 +110,11 @@ def gae(
     next_advantage = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
-        on = mask[:, t]
+        is_action = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(on, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(on, values[:, t], next_value)
-        advantages[:, t] = next_advantage.where(on, 0.0)
+        next_advantage = torch.where(is_action, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(is_action, values[:, t], next_value)
+        advantages[:, t] = next_advantage.where(is_action, 0.0)
     return advantages
 
 
@@ -134,8 +134,8 @@ def loss_weights(
     counts = mask.bool().sum(-1, keepdim=True).clamp(min=1)
     if aggregation == "sequence":
         return 1.0 / (counts * completions)
-    total = actions if aggregation == "token" else completions * length
-    return torch.full_like(counts, 1.0 / total, dtype=torch.float32)
+    divisor = actions if aggregation == "token" else completions * length
+    return torch.full_like(counts, 1.0 / divisor, dtype=torch.float32)
 
 
 def policy_loss(
@@ -173,8 +173,8 @@ def policy_loss(
         log_weight = mean.expand_as(log_ratio)
     ratio = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
-    high = cliprange if cliprange_high is None else cliprange_high
-    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + high)
+    upper = cliprange if cliprange_high is None else cliprange_high
+    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + upper)
     loss = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)

@@ -65,12 +65,12 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
     """Returns the estimator's advantages (B, R), not whitened, and 0 at masked positions."""
-    mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
-    advantages = estimators.call_formula(args.estimator.formula, args, known)
+    mask, inputs = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
+    advantages = estimators.call_formula(args.estimator.formula, args, inputs)
     if getattr(advantages, "shape", None) != mask.shape:
-        found = getattr(advantages, "shape", type(advantages).__name__)
+        shape = getattr(advantages, "shape", type(advantages).__name__)
         raise Failure(
-            f"{args.advantage_estimator} returned {found}, expected a tensor of shape {tuple(mask.shape)}"
+            f"{args.advantage_estimator} returned {shape}, expected a tensor of shape {tuple(mask.shape)}"
         )
     advantages = advantages.float().where(mask, 0.0)
     if not advantages.isfinite().all():
@@ -80,7 +80,7 @@ def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) 
 
 def policy_objective(
     args: PPOConfig,
-    part: Episodes,
+    episodes: Episodes,
     totals: Totals,
     logprobs: Tensor,
     entropy: Tensor | None,
@@ -96,12 +96,12 @@ def policy_objective(
         entropy: (B, R), with gradient. If `entropy` is None, the loss has no entropy bonus, and the entropy statistic is
             estimated from the sampled tokens.
     """
-    weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
+    weights = loss_weights(episodes.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(
         logprobs,
-        part.old_logprobs,
-        part.advantages,
-        part.learn,
+        episodes.old_logprobs,
+        episodes.advantages,
+        episodes.learn,
         weights,
         totals.actions,
         args.cliprange,
@@ -110,27 +110,29 @@ def policy_objective(
         args.importance_sampling_level,
     )
     if args.kl_in == "loss":
-        kl = kl_estimate(logprobs, part.ref_logprobs, args.kl_estimator)
-        loss = loss + kl_coef * (kl.where(part.learn, 0.0) * weights).sum()
+        kl = kl_estimate(logprobs, episodes.ref_logprobs, args.kl_estimator)
+        loss = loss + kl_coef * (kl.where(episodes.learn, 0.0) * weights).sum()
     if entropy is None:
-        entropy = -part.old_logprobs
+        entropy = -episodes.old_logprobs
     else:
-        loss = loss - args.entropy_coef * (entropy.where(part.learn, 0.0) * weights).sum()
-    mean_entropy = entropy.where(part.learn, 0.0).sum() / totals.actions
+        loss = loss - args.entropy_coef * (entropy.where(episodes.learn, 0.0) * weights).sum()
+    mean_entropy = entropy.where(episodes.learn, 0.0).sum() / totals.actions
     policy_stats = (loss, stats["approxkl"], stats["clipfrac"], stats["ratio"], mean_entropy)
     return loss, tuple(value.detach() for value in policy_stats)
 
 
 def value_objective(
-    args: PPOConfig, part: Episodes, totals: Totals, values: Tensor, moments: RunningMoments
+    args: PPOConfig, episodes: Episodes, totals: Totals, values: Tensor, moments: RunningMoments
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the clipped value loss and its VALUE_STATS.
 
     Args:
         values: (B, R) outputs of the critic, in units of returns normalized by `moments`.
     """
-    old, returns = (moments.normal(x) for x in (part.values, part.returns))
-    loss, stats = value_loss(values, old, returns, part.learn, totals.actions, args.cliprange_value)
+    old_values, returns = (moments.normal(x) for x in (episodes.values, episodes.returns))
+    loss, stats = value_loss(
+        values, old_values, returns, episodes.learn, totals.actions, args.cliprange_value
+    )
     return loss, (loss.detach(), stats["clipfrac"])
 
 
@@ -150,12 +152,12 @@ class RunningMoments:
 
     def update(self, x: Tensor, mask: Tensor) -> None:
         """Adds the values of `x` where `mask` is True, from all workers (parallel variance, Chan et al. 1979)."""
-        added = x[mask.bool()].double()
-        total, count = all_reduce(torch.stack([added.sum(), mask.sum().double()])).tolist()
+        values = x[mask.bool()].double()
+        total, count = all_reduce(torch.stack([values.sum(), mask.sum().double()])).tolist()
         if count == 0:
             return
         mean = total / count
-        squares = float(all_reduce(((added - mean) ** 2).sum()))
+        squares = float(all_reduce(((values - mean) ** 2).sum()))
         new_count = self.count + count
         old_squares = self.std**2 * self.count
         squares += old_squares + (mean - self.mean) ** 2 * self.count * count / new_count

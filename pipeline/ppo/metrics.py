@@ -28,7 +28,7 @@ def episode_metrics(
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)
-    from_teacher = (episodes.old_logprobs - episodes.teacher_logprobs).where(mask, 0.0).sum(-1)
+    teacher_kl = (episodes.old_logprobs - episodes.teacher_logprobs).where(mask, 0.0).sum(-1)
     per_episode = {
         "objective/kl": kl,
         "objective/entropy": -episodes.old_logprobs.where(mask, 0.0).sum(-1),
@@ -38,7 +38,7 @@ def episode_metrics(
         "val/num_eos_tokens": episodes.ended.float() * args.batch_size,
         "completions/mean_length": episodes.counts.float(),
         "completions/clipped_ratio": 1.0 - episodes.ended.float(),
-        **({"objective/teacher_kl": from_teacher} if args.teacher_coef else {}),
+        **({"objective/teacher_kl": teacher_kl} if args.teacher_coef else {}),
         **{f"rewards/{name}/mean": torch.tensor(scores, device=device) for name, scores in raw.items()},
     }
     sums = [x.double().sum() for x in per_episode.values()]
@@ -72,14 +72,14 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     """
     level = config.corrects or "token"
     logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
-    plain = off_policy_weights(*logprobs, level, 1e6)
+    ratios = off_policy_weights(*logprobs, level, 1e6)
     weights = off_policy_weights(*logprobs, level, config.correction_cap)
-    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # all actions of a row share a ratio
-    r = plain.where(each, 0.0).double()
-    cut = ((plain != weights) & each).sum().double()
+    used = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # all actions of a row share a ratio
+    r = ratios.where(used, 0.0).double()
+    truncated = ((ratios != weights) & used).sum().double()
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
-    sums = [each.sum().double(), r.sum(), (r**2).sum(), cut, drift.sum(), mask.sum().double()]
-    count, total, squares, clipped, apart, actions = all_reduce(torch.stack(sums)).tolist()
+    sums = [used.sum().double(), r.sum(), (r**2).sum(), truncated, drift.sum(), mask.sum().double()]
+    count, total, squares, clipped, drift_sum, actions = all_reduce(torch.stack(sums)).tolist()
     largest = all_reduce(r.max(), dist.ReduceOp.MAX)
     count, actions = max(count, 1), max(actions, 1)
     return {
@@ -87,7 +87,7 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
         "rollout/ratio_max": float(largest),
         "rollout/is_clipped_fraction": clipped / count,
         "rollout/ess": total**2 / (count * squares) if squares else 0.0,
-        "rollout/sampler_kl": apart / actions,
+        "rollout/sampler_kl": drift_sum / actions,
     }
 
 

@@ -21,27 +21,27 @@ def optimizer_and_schedule(
     critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     rates = {"policy": args.learning_rate, "critic": critic_rate}
     # The policy's schedule starts after the critic's warmup. The critic's schedule starts with the run.
-    begins = {"policy": args.critic_warmup_steps, "critic": 0}
+    first_updates = {"policy": args.critic_warmup_steps, "critic": 0}
     optimizer = make_adamw(args, [(shared.parameters_of(role), rates[role]) for role in roles])
-    factors = [learning_rate_factors(args, rates[role], begins[role], updates) for role in roles]
+    factors = [learning_rate_factors(args, rates[role], first_updates[role], updates) for role in roles]
     return optimizer, LambdaLR(optimizer, factors)
 
 
 def learning_rate_factors(
-    args: PPOConfig, learning_rate: float, begin: int, total: int
+    args: PPOConfig, learning_rate: float, first_update: int, total: int
 ) -> Callable[[int], float]:
     """Returns a function from an update, counted from 0, to the factor of a role's learning rate.
 
-    The factor is 0 before the update `begin`, and then follows transformers' schedule until `total`. In transformers, the first
-    update of a warmup has a rate of 0. In this schedule, the n-th of w warmup updates has n / (w + 1) of the full rate.
+    The factor is 0 before the update `first_update`, and then follows transformers' schedule until `total`. In transformers, the
+    first update of a warmup has a rate of 0. In this schedule, the n-th of w warmup updates has n / (w + 1) of the full rate.
     """
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=learning_rate)
-    made = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, total - begin)
-    schedule = made.lr_lambdas[0]
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, total - first_update)
+    schedule = scheduler.lr_lambdas[0]
 
     def factor(update: int) -> float:
-        step = update - begin
+        step = update - first_update
         if step < 0:
             return 0.0
         return (step + 1) / (args.warmup_steps + 1) if step < args.warmup_steps else schedule(step)
@@ -51,7 +51,7 @@ def learning_rate_factors(
 
 def make_adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
     """Returns the AdamW optimizer of the kind `args.optim`, for groups of parameters, each with its own learning rate."""
-    make: Any = torch.optim.AdamW
+    optimizer_class: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
     if not args.optim.startswith("adamw_torch"):
         import bitsandbytes
@@ -61,8 +61,8 @@ def make_adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float
             "paged_adamw_32bit": "PagedAdamW32bit",
             "paged_adamw_8bit": "PagedAdamW8bit",
         }
-        make = getattr(bitsandbytes.optim, kinds[args.optim])
-    return make(
+        optimizer_class = getattr(bitsandbytes.optim, kinds[args.optim])
+    return optimizer_class(
         [{"params": parameters, "lr": rate} for parameters, rate in groups],
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,

@@ -35,41 +35,41 @@ class Versions:
 
     def __init__(self, shared: SharedBase, staleness: int) -> None:
         self.shared, self.staleness = shared, staleness
-        self.held: dict[int, dict[str, Tensor]] = {}
+        self.tensors: dict[int, dict[str, Tensor]] = {}
         self.digests: dict[int, str] = {}
 
     def add(self, version: int) -> None:
         """Keeps a copy of the policy's current weights as `version`, and drops versions that can no longer be requested."""
         self._keep(version, self._copy())
-        for old in [held for held in self.held if held < version - self.staleness]:
-            del self.held[old], self.digests[old]
+        for outdated in [v for v in self.tensors if v < version - self.staleness]:
+            del self.tensors[outdated], self.digests[outdated]
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.shared.tensors_of("policy").items()}
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
         # Every rank uses the digest of rank 0, because adapters on different processors may differ by rounding.
-        self.held[version], self.digests[version] = tensors, gather(digest_tensors(tensors))[0]
+        self.tensors[version], self.digests[version] = tensors, gather(digest_tensors(tensors))[0]
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
         """Within the block, the policy has the weights of `version`. Restores the policy's weights after the block."""
-        now = self._copy()
-        self.shared.fill("policy", self.held[version])
+        current = self._copy()
+        self.shared.fill("policy", self.tensors[version])
         try:
             yield
         finally:
-            self.shared.fill("policy", now)
+            self.shared.fill("policy", current)
 
     def save(self, folder: str | Path, newest: int) -> None:
         """Writes the older policy versions that may still be requested. Does not write `newest`, the policy's current version."""
-        older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
+        older = {v: tensors for v, tensors in self.tensors.items() if newest - self.staleness <= v < newest}
         if older:
             torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
         """Reads the file that `save` wrote, if the file exists."""
-        self.held, self.digests = {}, {}
+        self.tensors, self.digests = {}, {}
         path = Path(folder) / VERSIONS_FILE
         stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
         for version, tensors in stored.items():
@@ -78,11 +78,11 @@ class Versions:
 
 def digest_tensors(tensors: Tensors) -> str:
     """Returns a hash of the names and bits of tensors."""
-    total = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
-        total.update(name.encode())
-        total.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return total.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class RolloutWorkers(Protocol):
@@ -147,14 +147,14 @@ class Rollouts:
 
     def _request(self, workers: RolloutWorkers, versions: Versions, update: int) -> None:
         """Requests the chunks of this update, and of later updates whose policy version exists already."""
-        for version in sorted(versions.held.keys() - self.published):
+        for version in sorted(versions.tensors.keys() - self.published):
             if world()[0] == 0:
-                workers.publish(version, versions.held[version])
+                workers.publish(version, versions.tensors[version])
             self.published.add(version)
-        for coming in range(update, min(update + self.staleness + 1, self.total)):
-            if coming not in self.requested:
-                self.requested[coming] = self.chunks_of(coming)
-                workers.request(self.requested[coming])
+        for next_update in range(update, min(update + self.staleness + 1, self.total)):
+            if next_update not in self.requested:
+                self.requested[next_update] = self.chunks_of(next_update)
+                workers.request(self.requested[next_update])
 
     def _sampled(self, chunk: Chunk, update: int) -> Sampled:
         """Returns a chunk from the rollout workers, or samples the chunk in this process if there are no rollout workers."""
@@ -175,15 +175,15 @@ class Rollouts:
 
 
 def assemble_episodes(
-    parts: Sequence[tuple[Chunk, Sampled]], first: int, pad: int, device: torch.device
+    parts: Sequence[tuple[Chunk, Sampled]], start: int, pad: int, device: torch.device
 ) -> Episodes:
     """Returns the completions of a trainer's share as episodes, in the order of the share.
 
     Args:
-        first: number of the update's first episode in the run.
+        start: number of the update's first episode in the run.
     """
     rows: list[tuple[int, list[int], Completion]] = []
     for chunk, sampled in parts:
-        rows += zip((e - first for e in chunk.episodes), chunk.prompts, sampled.completions, strict=True)
+        rows += zip((e - start for e in chunk.episodes), chunk.prompts, sampled.completions, strict=True)
     indices, prompts, completions = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
     return collate(prompts, completions, indices, pad, device)

@@ -76,8 +76,8 @@ def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> li
         generations: completions to each prompt.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    prompts = max(1, rows // generations)
-    return [sorted(order[start : start + prompts]) for start in range(0, len(order), prompts)]
+    size = max(1, rows // generations)
+    return [sorted(order[start : start + size]) for start in range(0, len(order), size)]
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class Sampler:
         longest += self.args.response_length
         if self.rows is not None or not isinstance(self.decoder, SlotDecoder):
             return
-        rows, room = decoding_rows(self.shared, chunk, longest)
+        rows, memory = decoding_rows(self.shared, chunk, longest)
         self.rows = int(all_reduce(torch.tensor(rows, device=self.shared.device), dist.ReduceOp.MIN))
         if self.rows < chunk and world()[0] == 0:
             print(
                 f"decoding {self.rows} of a chunk's {chunk} completions at once, because more rows of {longest} tokens do not "
-                f"fit into half of the free memory ({room / GIB:.1f} GiB)",
+                f"fit into half of the free memory ({memory / GIB:.1f} GiB)",
                 flush=True,
             )
 
@@ -157,27 +157,27 @@ class Sampler:
         completions = self.decoder.generate("policy", chunk.prompts, chunk.episodes, self.sampling)
         greedy = None
         if self.args.estimator.needs_greedy:
-            likeliest, numbers = replace(self.sampling, temperature=0.0), range(len(chunk.prompt_ids))
-            of_each = self.decoder.generate("policy", chunk.prompt_ids, numbers, likeliest)
-            greedy = Sampled(chunk.key, chunk.version, digest, of_each)
+            greedy_sampling, numbers = replace(self.sampling, temperature=0.0), range(len(chunk.prompt_ids))
+            greedy_completions = self.decoder.generate("policy", chunk.prompt_ids, numbers, greedy_sampling)
+            greedy = Sampled(chunk.key, chunk.version, digest, greedy_completions)
         return Sampled(chunk.key, chunk.version, digest, completions, greedy)
 
     def score(self, chunk: Chunk, sampled: Sampled) -> None:
         """Fills `raw` for the completions and the greedy completions."""
-        for one in filter(None, (sampled, sampled.greedy)):
-            one.raw = raw_scores(self.rewards, self.samples(chunk, one.completions))
+        for result in filter(None, (sampled, sampled.greedy)):
+            result.raw = raw_scores(self.rewards, self.samples(chunk, result.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
         """Returns completions to the chunk's prompts as samples for rewards. Each prompt has the same number of completions.
 
         The greedy completion to a prompt has the seed of the prompt's first episode.
         """
-        each = len(completions) // len(chunk.prompt_ids)
-        prompts = [ids for ids in chunk.prompt_ids for _ in range(each)]
-        rows = [json.loads(row) for row in chunk.data for _ in range(each)]
-        episodes = chunk.episodes[:: chunk.generations // each]
+        per_prompt = len(completions) // len(chunk.prompt_ids)
+        prompts = [ids for ids in chunk.prompt_ids for _ in range(per_prompt)]
+        rows = [json.loads(row) for row in chunk.data for _ in range(per_prompt)]
+        episodes = chunk.episodes[:: chunk.generations // per_prompt]
         seeds = [seed_of(self.args.seed, episode) for episode in episodes]
-        return Samples.of(prompts, completions, rows, self.tokenizer, seeds, each)
+        return Samples.of(prompts, completions, rows, self.tokenizer, seeds, per_prompt)
 
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
         """Fills `ref_logprobs` of the chunk."""
@@ -188,8 +188,8 @@ class Sampler:
     @torch.no_grad()
     def fill_logprobs(self, role: str | None, episodes: Episodes, logprobs: Tensor) -> None:
         """Fills `logprobs` (B, R) with a role's log-probs of the episodes, computed by the code of the training forward."""
-        for rows, part in self.parts_of(episodes):
-            logprobs[rows, : part.mask.shape[1]] = self.logprobs(role, part)[0]
+        for rows, batch in self.parts_of(episodes):
+            logprobs[rows, : batch.mask.shape[1]] = self.logprobs(role, batch)[0]
 
     def parts_of(self, episodes: Episodes) -> Iterator[tuple[list[int], Episodes]]:
         """Yields (row indices, episodes) of each micro-batch of a forward pass without gradients."""
@@ -201,7 +201,7 @@ class Sampler:
         return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 
     def logprobs(
-        self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
+        self, role: str | None, episodes: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns a role's log-probs (B, R) of the actions under the sampling settings, and entropies (B, R) if requested.
 
@@ -209,6 +209,8 @@ class Sampler:
             role: a role, or None for the bare base.
             states: the role's hidden states from `forward.action_states`. If None, this method computes the hidden states.
         """
-        states = forward.action_states(self.shared, role, part) if states is None else states
+        states = forward.action_states(self.shared, role, episodes) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)
-        return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *sampling, entropy, states)
+        return self.shared.logprobs(
+            role, episodes.input_ids, episodes.starts, episodes.mask, *sampling, entropy, states
+        )

@@ -36,10 +36,10 @@ class Teacher:
     def as_seen(self, episodes: Episodes) -> Episodes:
         """Returns the episodes with `own_head` in place of `head` at the start of each prompt."""
         ids = episodes.input_ids
-        own = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
-        longer = len(self.own_head) - len(self.head)
-        ids = torch.cat([own, ids[:, len(self.head) :]], 1)
-        return replace(episodes, input_ids=ids, starts=episodes.starts + longer)
+        own_head = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
+        shift = len(self.own_head) - len(self.head)
+        ids = torch.cat([own_head, ids[:, len(self.head) :]], 1)
+        return replace(episodes, input_ids=ids, starts=episodes.starts + shift)
 
 
 def make_teacher(
@@ -59,27 +59,27 @@ def make_teacher(
         return Teacher(role)
     key = "trainer.teacher_system"
 
-    def rendered(question: str, *before: dict[str, str]) -> list[int]:
-        turns = [*before, {"role": "user", "content": question}]
+    def rendered(question: str, *preceding: dict[str, str]) -> list[int]:
+        messages = [*preceding, {"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, date_string=DATE
+            messages, tokenize=False, add_generation_prompt=True, date_string=DATE
         )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     try:
-        plain, other = rendered("?"), rendered("Why")
-        told = rendered("?", {"role": "system", "content": system})
+        plain, other_plain = rendered("?"), rendered("Why")
+        prompted = rendered("?", {"role": "system", "content": system})
     except Exception as error:  # raised by the template, or by transformers if there is no template
         raise InputError(
             f"the chat template supports no system message ({error}); remove the key", key
         ) from error
-    if plain == told:
+    if plain == prompted:
         raise InputError("the chat template ignores system messages; remove the key", key)
-    start = shared_length(plain, told)
-    end = min(shared_length(plain[::-1], told[::-1]), len(plain) - start, len(told) - start)
-    opening = plain[: shared_length(plain, other)]  # the start of any chat without a system message
+    start = shared_length(plain, prompted)
+    end = min(shared_length(plain[::-1], prompted[::-1]), len(plain) - start, len(prompted) - start)
+    opening = plain[: shared_length(plain, other_plain)]  # the start of any chat without a system message
     for number, ids in enumerate(prompts, 1):
         if list(ids[: len(opening)]) != opening:
-            why = "is no chat, or already has a system message; remove the key, or that prompt"
-            raise InputError(f"prompt {number} of data.train {why}", key)
-    return Teacher(role, plain[: len(plain) - end], told[: len(told) - end])
+            problem = "is no chat, or already has a system message; remove the key, or that prompt"
+            raise InputError(f"prompt {number} of data.train {problem}", key)
+    return Teacher(role, plain[: len(plain) - end], prompted[: len(prompted) - end])

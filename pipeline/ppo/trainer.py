@@ -182,10 +182,10 @@ class PPOTrainer:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
-            before = self.moments.std
+            old_std = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
             if self.moments.center is not None:  # rescales the head to keep the values (PopArt, 1602.07714)
-                self.shared.heads["critic"].weight.data *= before / self.moments.std
+                self.shared.heads["critic"].weight.data *= old_std / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
             self.shared.average("reference", "policy", 1.0 - args.ref_model_mixup_alpha)
@@ -209,8 +209,8 @@ class PPOTrainer:
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
             parameters = self.shared.base.num_parameters()  # counts each 4-bit weight of an NF4 base
-            here = not self.rollouts.workers
-            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
+            local = not self.rollouts.workers
+            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, local, peak)
             costs["mfu"] = ideal / seconds
         return costs
 
@@ -226,17 +226,17 @@ class PPOTrainer:
             self.reference_logprobs(rollout)
             self.logprobs_and_values(rollout.episodes)
             if teacher := self.sampler.teacher:
-                seen, logprobs = teacher.as_seen(rollout.episodes), rollout.episodes.teacher_logprobs
-                self.sampler.fill_logprobs(teacher.role, seen, logprobs)
+                episodes, logprobs = teacher.as_seen(rollout.episodes), rollout.episodes.teacher_logprobs
+                self.sampler.fill_logprobs(teacher.role, episodes, logprobs)
         losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
         return rollout
 
     def rollout(self) -> Rollout:
         """Samples `num_generations` completions to each prompt of this worker's share of the next update."""
-        parts, first = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
+        parts, first_episode = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
         if self.rollouts.workers:
             raise_if_failed(checks.check_rollout_workers(self, parts))
-        return Rollout(parts, assemble_episodes(parts, first, self.sampler.pad, self.device))
+        return Rollout(parts, assemble_episodes(parts, first_episode, self.sampler.pad, self.device))
 
     def _chunks(self, update: int) -> list[Chunk]:
         """Returns this worker's share of an update as chunks, which are sampled and scored one by one."""
@@ -244,21 +244,21 @@ class PPOTrainer:
         n, size = args.num_generations, args.decoded(self.workers)
         share = range(self.rank, count, self.workers)  # positions of this worker's prompts in the update
         order = prompt_order(update * count, count, self.prompts.per_epoch, args.seed, self.prompts.draws)
-        rows = [self.prompts.rows[order[place]] for place in share]
+        rows = [self.prompts.rows[order[position]] for position in share]
         prompt_ids = [[int(i) for i in row["input_ids"]] for row in rows]
-        first = update * args.batch_size
+        first_episode = update * args.batch_size
         return [
             Chunk(
                 update=update,
                 rank=self.rank,
                 number=number,
                 version=max(0, update - self.rollout_config.staleness),
-                rows=[i * n + g for i in places for g in range(n)],
-                prompt_ids=[prompt_ids[i] for i in places],
-                data=[rows[i]["row"] for i in places],
-                episodes=[first + share[i] * n + g for i in places for g in range(n)],
+                rows=[i * n + g for i in indices for g in range(n)],
+                prompt_ids=[prompt_ids[i] for i in indices],
+                data=[rows[i]["row"] for i in indices],
+                episodes=[first_episode + share[i] * n + g for i in indices for g in range(n)],
             )
-            for number, places in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
+            for number, indices in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
         ]
 
     def score(self, rollout: Rollout) -> None:
@@ -272,11 +272,11 @@ class PPOTrainer:
                 for row, score in zip(chunk.rows, scores, strict=True):
                     raw[name][row] = score
             if (greedy := sampled.greedy) and greedy.raw:
-                paid = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
-                of_prompts = torch.tensor(paid, device=self.device)
-                episodes.greedy_scores[chunk.rows] = of_prompts.repeat_interleave(chunk.generations)
-        paid = self._paid(raw, episodes.ended.tolist()) if self.sampler.rewards else [0.0] * len(episodes)
-        episodes.scores = torch.tensor(paid, device=self.device, dtype=torch.float64)
+                totals = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
+                prompt_totals = torch.tensor(totals, device=self.device)
+                episodes.greedy_scores[chunk.rows] = prompt_totals.repeat_interleave(chunk.generations)
+        totals = self._paid(raw, episodes.ended.tolist()) if self.sampler.rewards else [0.0] * len(episodes)
+        episodes.scores = torch.tensor(totals, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
 
@@ -307,17 +307,17 @@ class PPOTrainer:
         """
         if self.reuses_training_forward:
             return
-        for rows, part in self.sampler.parts_of(episodes):
-            width = part.mask.shape[1]
-            states = forward.action_states(self.shared, "policy", part)
+        for rows, batch in self.sampler.parts_of(episodes):
+            width = batch.mask.shape[1]
+            states = forward.action_states(self.shared, "policy", batch)
             # Does not use the sampler's log-probs, because they differ by rounding and the first ratio must be exactly 1.
-            episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
+            episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", batch, states=states)[0]
             if self.args.uses_critic:
-                values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
+                values, last_value = self.values(batch, None if self.args.has_critic_adapter else states)
                 values, last_value = (self.moments.raw(output) for output in (values, last_value))
-                episodes.values[rows, :width] = values.where(part.mask, 0.0)
+                episodes.values[rows, :width] = values.where(batch.mask, 0.0)
                 # After EOS, the value is 0. A truncated completion would have continued, so the critic's value is used.
-                episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
+                episodes.bootstrap[rows] = last_value.where(~batch.ended, 0.0)
 
     @property
     def reuses_training_forward(self) -> bool:
@@ -327,13 +327,13 @@ class PPOTrainer:
         """
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
-    def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def values(self, episodes: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the critic's values (B, R) before each action, and (B,) after the last action.
 
         Args:
             states: the critic's hidden states. If `states` is None, this method computes the hidden states.
         """
-        states = forward.action_states(self.shared, "critic", part) if states is None else states
+        states = forward.action_states(self.shared, "critic", episodes) if states is None else states
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
@@ -353,7 +353,7 @@ class PPOTrainer:
         args, steps = self.args, 0
         sums: dict[str, float] = {}
         first_ratio: dict[str, float] = {}
-        mine, episodes = episodes, episodes.gathered(args.batch_size)
+        local, episodes = episodes, episodes.gathered(args.batch_size)
         actions = episodes.learn.sum(-1).tolist()
         for minibatch in minibatches(args, self.update):
             rows = [row for row in minibatch.tolist() if actions[row]]
@@ -381,7 +381,7 @@ class PPOTrainer:
             steps += 1
         if self.reuses_training_forward and self.workers > 1:
             old = all_reduce(episodes.old_logprobs)  # only one worker has a row's log-probs; all others add 0
-            mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
+            local.old_logprobs = old[local.indices, : local.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
@@ -400,25 +400,25 @@ class PPOTrainer:
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
         for micro_batch in forward.micro_batches_of(self.shared, episodes, rows, *self.limits):
-            part = episodes.take(micro_batch)
+            batch = episodes.take(micro_batch)
             loss = torch.zeros((), device=self.device)
             stats: tuple[Tensor, ...] = ()
             if policy or not args.has_critic_adapter:
                 with torch.set_grad_enabled(policy):
-                    states = forward.action_states(self.shared, "policy", part)
+                    states = forward.action_states(self.shared, "policy", batch)
             if policy:
-                logprobs, entropy = self.sampler.logprobs("policy", part, args.entropy_coef > 0, states)
+                logprobs, entropy = self.sampler.logprobs("policy", batch, args.entropy_coef > 0, states)
                 if self.reuses_training_forward:
-                    part.old_logprobs = logprobs.detach()
-                    episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs
-                loss, stats = losses.policy_objective(args, part, totals, logprobs, entropy, self.kl_coef)
+                    batch.old_logprobs = logprobs.detach()
+                    episodes.old_logprobs[micro_batch, : batch.mask.shape[1]] = batch.old_logprobs
+                loss, stats = losses.policy_objective(args, batch, totals, logprobs, entropy, self.kl_coef)
             if args.has_critic_adapter:
                 if policy:
                     loss.backward()
-                loss, states = torch.zeros_like(loss), forward.action_states(self.shared, "critic", part)
+                loss, states = torch.zeros_like(loss), forward.action_states(self.shared, "critic", batch)
             if args.uses_critic:
-                values, _ = self.values(part, states)
-                value_loss, value_stats = losses.value_objective(args, part, totals, values, self.moments)
+                values, _ = self.values(batch, states)
+                value_loss, value_stats = losses.value_objective(args, batch, totals, values, self.moments)
                 loss, stats = loss + args.vf_coef * value_loss, (*stats, *value_stats)
             loss.backward()
             for name, value in zip(names, stats, strict=True):
@@ -432,8 +432,8 @@ class PPOTrainer:
             parameters = [p for role in self.learning for p in self.shared.parameters_of(role)]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = all_reduce(torch.cat([*(g.flatten() for g in grads), values]))
-            *summed, values = flat.split([*(p.numel() for p in parameters), len(values)])
-            for parameter, grad in zip(parameters, summed, strict=True):
+            *sums, values = flat.split([*(p.numel() for p in parameters), len(values)])
+            for parameter, grad in zip(parameters, sums, strict=True):
                 parameter.grad = grad.view_as(parameter)
         return dict(zip(stats, values.tolist(), strict=True))
 
@@ -459,8 +459,8 @@ class PPOTrainer:
         completions, tokens = self.limits
         if self.workers > 1:
             lengths = episodes.lengths()
-            fair = sum(lengths[row] for row in rows) // (2 * self.workers)
-            tokens = min(tokens or fair, fair)
+            fair_share = sum(lengths[row] for row in rows) // (2 * self.workers)
+            tokens = min(tokens or fair_share, fair_share)
         return forward.in_packs(self.shared, episodes, rows, completions, tokens)
 
     @property
@@ -511,10 +511,10 @@ class PPOTrainer:
         vars(self.moments).update(state["returns"])
         # Rounding depends on the number of rows decoded at once. Therefore, the checkpoint's number is restored, unless fewer
         # rows fit now.
-        rows, now = state["decoding"]["rows"], self.sampler.rows
+        rows, fitting_rows = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
-        if rows and now and same:
-            self.sampler.rows = min(rows, now)
+        if rows and fitting_rows and same:
+            self.sampler.rows = min(rows, fitting_rows)
         if self.rollouts.versions:
             self.rollouts.versions.load(folder)
         random_state = folder / f"rng_{self.rank}_of_{self.workers}.pt"

@@ -53,7 +53,7 @@ class PoolClient:
 
     def collect(self, chunk: Chunk) -> Sampled | None:
         """Waits for a chunk, or returns None if this trainer must sample it. Raises the original error of a rollout worker."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
         except ray.exceptions.RayTaskError as error:
@@ -62,7 +62,7 @@ class PoolClient:
             raise Failure(
                 "the actor that distributes rollouts died; to continue the run, repeat the command with the same run.name"
             ) from error
-        self.waited += time.perf_counter() - begin
+        self.waited += time.perf_counter() - start
         if sampled is None:
             terminal.say(
                 f"no rollout worker is available: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself"

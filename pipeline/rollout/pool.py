@@ -72,7 +72,7 @@ class Pool:
         self.broken: BaseException | None = None
         self.measured, self.lost = time.monotonic(), 0
         self.busy = 0.0  # seconds that workers spent on finished chunks since time `measured`
-        self.begun: dict[int, float] = {}  # {worker: start time of its current chunk}
+        self.started: dict[int, float] = {}  # {worker: start time of its current chunk}
         self.running: list[asyncio.Future] = []
         self.changed = asyncio.Condition()
 
@@ -107,8 +107,8 @@ class Pool:
         """Stores a version of the policy: an ObjectRef of its tensors, in a list, so that Ray does not fetch them."""
         if session == self.session:
             self.versions[version] = tensors
-            for old in [v for v in self.versions if v < version - self.config.staleness]:
-                del self.versions[old]
+            for outdated in [v for v in self.versions if v < version - self.config.staleness]:
+                del self.versions[outdated]
             await self._notify()
 
     async def request(self, session: str, chunks: list[tuple[Key, int, bytes]]) -> None:
@@ -130,20 +130,20 @@ class Pool:
         while not task.result.done():
             if self.broken:
                 raise self.broken
-            impatient = 0 <= self.config.worker_wait_timeout_s <= time.monotonic() - self.alone_since
-            if not self.present and impatient and task in self.waiting:
+            timed_out = 0 <= self.config.worker_wait_timeout_s <= time.monotonic() - self.alone_since
+            if not self.present and timed_out and task in self.waiting:
                 self.waiting.remove(task)
                 del self.tasks[key]
                 return None
             await asyncio.wait({task.result}, timeout=0.2)
-        made = task.result.result()  # raises CancelledError if a new session has begun
+        sampled = task.result.result()  # raises CancelledError if a new session has begun
         del self.tasks[key]
-        return made
+        return sampled
 
     async def metrics(self) -> dict[str, float]:
         """Returns the numbers of ready and lost workers and of waiting chunks, and the idle share since the last call."""
         now, ready = time.monotonic(), len(self.ready)
-        busy = self.busy + sum(now - max(begin, self.measured) for begin in self.begun.values())
+        busy = self.busy + sum(now - max(start, self.measured) for start in self.started.values())
         metrics = {
             "rollout/workers": float(ready),
             "rollout/idle": max(0.0, 1 - busy / max((now - self.measured) * max(1, ready), 1e-9)),
@@ -157,15 +157,15 @@ class Pool:
 
     async def _keep(self, number: int) -> None:
         """Lets a worker sample one chunk after another until the run ends."""
-        worker, first = self._start(), True
+        worker, is_first = self._start(), True
         while True:
             async with self.changed:
                 await self.changed.wait_for(lambda: not self.broken)
             try:
                 await self._answer(worker, worker.placed.remote(), None)
-                if first:
+                if is_first:
                     self.present.add(number)
-                first = False
+                is_first = False
                 settings = await self._load(worker)
                 self.present.add(number)
                 self.ready.add(number)
@@ -213,10 +213,10 @@ class Pool:
         """Reports once how many workers still wait for resources after REPORT_INTERVAL_S."""
         await asyncio.sleep(placement.REPORT_INTERVAL_S)
         if missing := self.config.num_workers - len(self.present):
-            need = self._each()
+            bundle = self._each()
             with contextlib.suppress(Exception):  # the head node may be busy
-                there = await asyncio.to_thread(placement.describe_cluster)
-                terminal.say(f"rollout workers that wait for resources: {missing}, {need} each; {there}")
+                cluster = await asyncio.to_thread(placement.describe_cluster)
+                terminal.say(f"rollout workers that wait for resources: {missing}, {bundle} each; {cluster}")
 
     async def _next(self, worker: Any, settings: NumericSettings) -> RequestedChunk:
         """Waits for the next chunk whose version is published. Raises WorkerLost if the trainers' settings have changed."""
@@ -236,10 +236,10 @@ class Pool:
         """Lets a worker sample a chunk. If the worker is lost, requeues the chunk and raises WorkerLost."""
         tensors = self.versions[task.version]
         task.attempts += 1
-        self.begun[number] = time.monotonic()
+        self.started[number] = time.monotonic()
         try:
-            answer = worker.sample.remote(settings, task.session, task.chunk, tensors)
-            made = await self._answer(worker, answer, self.config.chunk_timeout_s)
+            reference = worker.sample.remote(settings, task.session, task.chunk, tensors)
+            sampled = await self._answer(worker, reference, self.config.chunk_timeout_s)
         except FINAL as error:  # a reward failed, or memory ran out; the worker itself continues
             if not task.result.done():
                 task.result.set_exception(error)
@@ -250,13 +250,13 @@ class Pool:
             await self._requeue(task, error)
             raise
         finally:
-            self.busy += time.monotonic() - max(self.begun.pop(number), self.measured)
-        if made is None:  # the trainer that published the version has died, so this session will end, too
+            self.busy += time.monotonic() - max(self.started.pop(number), self.measured)
+        if sampled is None:  # the trainer that published the version has died, so this session will end, too
             task.attempts -= 1
             await asyncio.sleep(RETRY_PAUSE_S)
             await self._requeue(task)
         elif not task.result.done():
-            task.result.set_result(made)
+            task.result.set_result(sampled)
 
     async def _requeue(self, task: RequestedChunk, error: WorkerLost | None = None) -> None:
         """Requeues a chunk, unless its session is over, or MAX_ATTEMPTS workers have died while sampling this chunk."""
@@ -273,17 +273,17 @@ class Pool:
             )
         )
 
-    async def _answer(self, worker: Any, answer: Any, limit: float | None) -> Any:
+    async def _answer(self, worker: Any, reference: Any, limit: float | None) -> Any:
         """Returns the result of a call. Raises FINAL errors unchanged, and WorkerLost if Ray restarts the worker."""
-        waited = asyncio.wrap_future(answer.future())
+        future = asyncio.wrap_future(reference.future())
         # reads the error of a late answer, so that asyncio does not warn about it
-        waited.add_done_callback(lambda one: one.cancelled() or one.exception())
-        await asyncio.wait({waited}, timeout=limit)
-        if not waited.done():
+        future.add_done_callback(lambda x: x.cancelled() or x.exception())
+        await asyncio.wait({future}, timeout=limit)
+        if not future.done():
             _restart(worker)
             raise WorkerLost(f"has not answered for {limit:g} s (rollout.chunk_timeout_s)")
         try:
-            return waited.result()
+            return future.result()
         except RayTaskError as error:
             if isinstance(error.cause, FINAL):
                 raise error.cause from None
@@ -310,8 +310,8 @@ def _restart(worker: Any) -> None:
 def rollout_pool(work: Work) -> Iterator[Any]:
     """Runs the pool of a run during the block."""
     # The pool is on the driver's node, so that the loss of other nodes does not end it.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000, scheduling_strategy=here)(Pool)
+    strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000, scheduling_strategy=strategy)(Pool)
     pool = actor.remote(work)
     try:
         yield pool

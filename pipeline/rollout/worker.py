@@ -106,10 +106,10 @@ class RolloutWorker:
         from pipeline.run import memory
 
         self.apply_settings(settings)
-        one = pickle.loads(chunk)
+        requested = pickle.loads(chunk)
         assert self.sampler
         with memory.memory_errors_explained(self.work):
-            if self.holds != (session, one.version):
+            if self.holds != (session, requested.version):
                 try:
                     adapter = ray.get(tensors[0])
                 except ray.exceptions.OwnerDiedError:
@@ -117,5 +117,5 @@ class RolloutWorker:
                 self.sampler.shared.fill("policy", adapter)
                 self.sampler.decoder.changed("policy")
                 self.digest = digest_tensors(self.sampler.shared.tensors_of("policy"))
-                self.holds = (session, one.version)
-            return pickle.dumps(self.sampler.sample_and_score(one, self.digest))
+                self.holds = (session, requested.version)
+            return pickle.dumps(self.sampler.sample_and_score(requested, self.digest))

@@ -49,13 +49,13 @@ class Sequences:
         index = torch.as_tensor(rows, device=self.indices.device)
         width = int((self.starts + self.counts)[index].max())
         actions = int(self.counts[index].max())
-        taken = {}
+        tensors = {}
         for field in fields(self):
             tensor = getattr(self, field.name)[index]
             if tensor.dim() == 2:
                 tensor = tensor[:, : width if field.name == "input_ids" else actions]
-            taken[field.name] = tensor
-        return type(self)(**taken)
+            tensors[field.name] = tensor
+        return type(self)(**tensors)
 
 
 def collate_ids(
@@ -75,11 +75,11 @@ def collate_ids(
     width, actions = max(map(len, token_ids)), max(map(len, completions))
     counts = torch.tensor([len(c) for c in completions], device=device)
     indices = range(len(token_ids)) if indices is None else indices
-    first: dict[tuple[int, ...], int] = {}
-    same = [first.setdefault(tuple(p), index) for p, index in zip(prompts, indices, strict=True)]
+    numbers: dict[tuple[int, ...], int] = {}
+    prompt_numbers = [numbers.setdefault(tuple(p), index) for p, index in zip(prompts, indices, strict=True)]
     return Sequences(
         indices=torch.tensor(indices, device=device),
-        prompts=torch.tensor(same, device=device),
+        prompts=torch.tensor(prompt_numbers, device=device),
         input_ids=torch.tensor([ids + [pad] * (width - len(ids)) for ids in token_ids], device=device),
         starts=torch.tensor([len(p) for p in prompts], device=device),
         counts=counts,
@@ -87,19 +87,19 @@ def collate_ids(
     )
 
 
-Some = TypeVar("Some", bound=Sequences)
+AnySequences = TypeVar("AnySequences", bound=Sequences)
 
 
-def action_states(shared: SharedBase, role: str | None, part: Sequences, last: bool = False) -> Tensor:
+def action_states(shared: SharedBase, role: str | None, sequences: Sequences, last: bool = False) -> Tensor:
     """Returns the hidden states (B, R + 1, H) of a role before each action, and after the last action.
 
     Args:
         role: a role, or None for the bare base.
         last: whether to return only the states (B, 1, H) after the last action.
     """
-    rows = (part.input_ids, part.starts, part.counts, part.mask.shape[1])
-    packs = in_packs(shared, part, range(len(part)))
-    batch = pack_together(*rows, packs) if len(packs) < len(part) else pack_alone(*rows)
+    rows = (sequences.input_ids, sequences.starts, sequences.counts, sequences.mask.shape[1])
+    packs = in_packs(shared, sequences, range(len(sequences)))
+    batch = pack_together(*rows, packs) if len(packs) < len(sequences) else pack_alone(*rows)
     return shared.states(role, batch.ends() if last else batch)
 
 
@@ -126,8 +126,8 @@ def in_packs(
 
 
 def parts_of(
-    shared: SharedBase, sequences: Some, completions: int | None = None, tokens: int | None = None
-) -> Iterator[tuple[list[int], Some]]:
+    shared: SharedBase, sequences: AnySequences, completions: int | None = None, tokens: int | None = None
+) -> Iterator[tuple[list[int], AnySequences]]:
     """Yields (row indices, sequences) of each micro-batch of a forward pass without gradients.
 
     Args:
@@ -151,6 +151,6 @@ def micro_batches_of(
         completions, tokens: maximum numbers of completions and of tokens in a micro-batch. Padding tokens count.
     """
     packs = in_packs(shared, sequences, rows, completions, tokens)
-    held = [len(pack) for pack in packs]
-    batches = micro_batches(sequences.lengths(packs), completions, tokens, shared.device.type, held)
+    sizes = [len(pack) for pack in packs]
+    batches = micro_batches(sequences.lengths(packs), completions, tokens, shared.device.type, sizes)
     return [[row for i in batch for row in packs[i]] for batch in batches]

@@ -60,11 +60,11 @@ class Samples:
         rows: list[dict[str, Any]],
         tokenizer: Any,
         seeds: Sequence[int] = (),
-        each: int = 1,
+        per_prompt: int = 1,
     ) -> Samples:
-        """Returns sampled completions as samples. `each` consecutive completions have the same prompt."""
-        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
-        groups = [i // each for i in range(len(tokens))]
+        """Returns sampled completions as samples. `per_prompt` consecutive completions have the same prompt."""
+        tokens, ended = [c.tokens for c in completions], [c.ended for c in completions]
+        groups = [i // per_prompt for i in range(len(tokens))]
         return cls(prompts, tokens, ended, rows, tokenizer, seeds, groups)
 
     def __len__(self) -> int:
@@ -73,10 +73,10 @@ class Samples:
     @cached_property
     def prompts(self) -> list[str]:
         """Returns the prompts as text. If a prompt is a list of messages, decodes its token ids."""
-        given = [row.get("prompt") for row in self.rows]
+        row_prompts = [row.get("prompt") for row in self.rows]
         return [
             prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
-            for prompt, ids in zip(given, self.prompt_ids, strict=True)
+            for prompt, ids in zip(row_prompts, self.prompt_ids, strict=True)
         ]
 
     @cached_property
@@ -144,24 +144,24 @@ class Reward(ABC):
         values = [_number(score) for score in scores]
         for i, value in enumerate(values):
             if value is None or not math.isfinite(value):
-                found = f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}"
+                problem = f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}"
                 if scores[i] is None:
-                    raise InputError(f"{found}; return a number, or remove such rows from the data")
-                raise (InputError if value is None else Failure)(f"{found}; expected a finite number")
+                    raise InputError(f"{problem}; return a number, or remove such rows from the data")
+                raise (InputError if value is None else Failure)(f"{problem}; expected a finite number")
         return [value for value in values if value is not None]
 
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
         """Returns scores as a list. Raises InputError if `scores` is not a list of one value for each sample."""
         # Arrays and tensors, also tensors that require gradients, have the method tolist.
-        listed = scores.tolist() if hasattr(scores, "tolist") else scores
-        is_list = isinstance(listed, (list, tuple))
-        if not is_list or len(listed) != len(samples):
-            found = f"{len(listed)} scores" if is_list else _brief(scores, 100)
+        values = scores.tolist() if hasattr(scores, "tolist") else scores
+        is_list = isinstance(values, (list, tuple))
+        if not is_list or len(values) != len(samples):
+            result = f"{len(values)} scores" if is_list else _brief(scores, 100)
             raise InputError(
-                f"reward {self} returned {found} (samples: {len(samples)}); expected a list of one number for each sample; "
+                f"reward {self} returned {result} (samples: {len(samples)}); expected a list of one number for each sample; "
                 f"the first is {samples.show(0)}"
             )
-        return listed
+        return values
 
     def __str__(self) -> str:
         return repr(self.name)
@@ -201,9 +201,9 @@ class AdapterReward(Reward):
     def score(self, samples: Samples) -> list[float]:
         sequences = forward.collate_ids(samples.prompt_ids, samples.completion_ids, self.shared.device)
         scores = torch.zeros(len(sequences))
-        for rows, part in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
-            last = forward.action_states(self.shared, self.role, part, last=True)
-            scores[rows] = self.shared.head(self.role, last).squeeze(1).float().cpu()
+        for rows, batch in forward.parts_of(self.shared, sequences, self.rows, self.tokens):
+            states = forward.action_states(self.shared, self.role, batch, last=True)
+            scores[rows] = self.shared.head(self.role, states).squeeze(1).float().cpu()
         return scores.tolist()
 
 
@@ -309,8 +309,8 @@ class FunctionReward(Reward):
             if is_out_of_memory(error) or process.received:  # a SIGTERM ends the run in any case
                 raise
             # An async function may send requests that cost money, so it is not called again to find the sample.
-            found = f"a batch of {len(rows)} samples" if is_async else self._culprit(samples, rows)
-            hint = f" for {found}" if isinstance(error, Exception) else "; expected a list of numbers"
+            culprit = f"a batch of {len(rows)} samples" if is_async else self._culprit(samples, rows)
+            hint = f" for {culprit}" if isinstance(error, Exception) else "; expected a list of numbers"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
         finally:  # training relies on these global settings, which a function may change
             torch.set_default_dtype(dtype)
@@ -329,12 +329,12 @@ class FunctionReward(Reward):
 
     async def _in_time(self, result: Coroutine[Any, Any, Any]) -> Any:
         """Returns the result of an async function. Raises Failure after `reward_timeout_s`."""
-        limit = asyncio.timeout(self.reward_timeout_s if self.reward_timeout_s >= 0 else None)
+        timeout = asyncio.timeout(self.reward_timeout_s if self.reward_timeout_s >= 0 else None)
         try:
-            async with limit:
+            async with timeout:
                 return await result
         except TimeoutError as error:
-            if not limit.expired():  # the function itself raised the error
+            if not timeout.expired():  # the function itself raised the error
                 raise
             raise Failure(
                 f"reward {self} took more than {self.reward_timeout_s:g} s (trainer.reward_timeout_s); to continue the run, "
@@ -348,10 +348,10 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 def _frames(error: BaseException, limit: int = 10) -> str:
     """Returns the last `limit` stack frames of a reward function as text. Omits libraries' frames, unless there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [
+    user_frames = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
     ]
-    return "".join(traceback.format_list((users or frames[1:])[-limit:])).rstrip()
+    return "".join(traceback.format_list((user_frames or frames[1:])[-limit:])).rstrip()
 
 
 def weighted_scores(rewards: Sequence[Reward], samples: Samples, normalize: bool) -> list[float]:
@@ -368,8 +368,8 @@ def weighted_sum(
     rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool
 ) -> list[float]:
     """Returns the weighted sum of the raw scores of one or more rewards, normalized if requested."""
-    total = [0.0] * len(raw[rewards[0].name])
+    totals = [0.0] * len(raw[rewards[0].name])
     for reward in rewards:
         for i, score in enumerate(raw[reward.name]):
-            total[i] += reward.weight * ((score - reward.mean) / reward.std if normalize else score)
-    return total
+            totals[i] += reward.weight * ((score - reward.mean) / reward.std if normalize else score)
+    return totals

@@ -56,11 +56,11 @@ def measure_benchmarks(
         print(f"scoring {len(rows)} completions of benchmarks", flush=True)
 
     def answer(numbers: range) -> Iterator[tuple[dict[str, Any], float]]:
-        mine = [dict(row) for row in rows.select(numbers)]
-        scored = score_rows(rewards, mine, numbers.start, worker.tokenizer, ends)
-        for row, [score] in zip(mine, scored, strict=True):
-            given = json.loads(row["row"])
-            yield {key: given[key] for key in FACTS if key in given}, score
+        share = [dict(row) for row in rows.select(numbers)]
+        scored = score_rows(rewards, share, numbers.start, worker.tokenizer, ends)
+        for row, [score] in zip(share, scored, strict=True):
+            data_row = json.loads(row["row"])
+            yield {key: data_row[key] for key in FACTS if key in data_row}, score
 
     return benchmark_metrics(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
 
@@ -87,14 +87,14 @@ def benchmark_metrics(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[st
     by_name: dict[str, list[Scored]] = defaultdict(list)
     for row in rows:
         by_name[row.row["benchmark"]].append(row)
-    for name, own in by_name.items():
-        levels, subsets = BENCHMARKS[name](own)
+    for name, group in by_name.items():
+        levels, subsets = BENCHMARKS[name](group)
         overall = levels["all"]
         metrics[f"eval_{name}"] = overall["score"]
         metrics |= {f"eval_{name}_{end}": overall[end] for end in ("low", "high") if end in overall}
-        metrics |= {f"eval_{name}_{key}": one["score"] for key, one in levels.items() if key != "all"}
-        metrics |= {f"eval_{name}/{metric_name(key)}": one["score"] for key, one in subsets.items()}
-        tables[name] = {"rows": len(own), "score": overall["score"], "levels": levels, "subsets": subsets}
+        metrics |= {f"eval_{name}_{key}": entry["score"] for key, entry in levels.items() if key != "all"}
+        metrics |= {f"eval_{name}/{metric_name(key)}": entry["score"] for key, entry in subsets.items()}
+        tables[name] = {"rows": len(group), "score": overall["score"], "levels": levels, "subsets": subsets}
     return metrics, tables
 
 
@@ -122,23 +122,23 @@ def ties_score(rows: Sequence[Scored]) -> float:
         kind, _, number = str(row.row["id"]).partition(":")
         by_kind.setdefault(kind, {})[number] = row
     ref, tied = by_kind["ref"], by_kind["tied"]
-    if alone := sorted(ref.keys() ^ tied.keys()):
+    if unpaired := sorted(ref.keys() ^ tied.keys()):
         print(
-            f"warning: Ties: {len(alone)} rows have no partner (a `ref:` row needs a `tied:` row, and the reverse); the first is {alone[0]}",
+            f"warning: Ties: {len(unpaired)} rows have no partner (a `ref:` row needs a `tied:` row, and the reverse); the first is {unpaired[0]}",
             flush=True,
         )
-    right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}
-    both = sorted(ref.keys() & tied.keys())
-    spread = [max(tied[key].good) - min(tied[key].good) for key in both]
-    gap = [_gap(tied[key]) for key in both]
-    least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
+    correct = {kind: [_gap(row) > 0 for row in group.values()] for kind, group in by_kind.items()}
+    keys = sorted(ref.keys() & tied.keys())
+    spread = [max(tied[key].good) - min(tied[key].good) for key in keys]
+    gap = [_gap(tied[key]) for key in keys]
+    least = [min(_gap(ref[key]), _gap(tied[key])) for key in keys]
     # If D is 0, the quotient is infinite with the sign of `low`. As in RewardBench 2, 0 / 0 is 0.
     margins = [
         math.tanh(low / d - 1) if d else (low > 0) - (low < 0) for low, d in zip(least, spread, strict=True)
     ]
     return (
-        0.30 * _mean(right["tied"])
-        + 0.30 * _mean(right["ref"])
+        0.30 * _mean(correct["tied"])
+        + 0.30 * _mean(correct["ref"])
         + 0.20 * _mean([g > d for g, d in zip(gap, spread, strict=True)])
         + 0.20 * _mean([low > d for low, d in zip(least, spread, strict=True)])
         + 0.01 * _mean(margins)
@@ -157,9 +157,9 @@ def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
     """Scores RewardBench 2 and your own best-of-k rows. The score is the mean over the subsets."""
     subsets = _by_subset(rows, [best_of(row) for row in rows])
     for name in [name for name in subsets if name.lower() == TIES]:
-        own = [row for row in rows if str(row.row["subset"]) == name]
-        subsets[name] = {"rows": len(own), "score": ties_score(own)}
-    score = mean([one["score"] for one in subsets.values()])
+        ties = [row for row in rows if str(row.row["subset"]) == name]
+        subsets[name] = {"rows": len(ties), "score": ties_score(ties)}
+    score = mean([entry["score"] for entry in subsets.values()])
     return {"all": {"rows": len(rows), "score": score}}, subsets
 
 
@@ -170,11 +170,11 @@ def _rm_bench(rows: list[Scored]) -> tuple[Scores, Scores]:
     where wrong completions are longer and have more markdown. `normal` is the diagonal.
     """
     wins = [[[float(good > bad) for bad in row.bad] for good in row.good] for row in rows]
-    means = [mean([mean(line) for line in won]) for won in wins]
+    means = [mean([mean(line) for line in matrix]) for matrix in wins]
     levels = {"all": _share(means)}
     cells = [(i, j) for i in range(STYLED) for j in range(STYLED)]
     for level, belongs in {"hard": operator.lt, "normal": operator.eq, "easy": operator.gt}.items():
-        score = mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
+        score = mean([matrix[i][j] for matrix in wins for i, j in cells if belongs(i, j)])
         levels[level] = {"rows": len(rows), "score": score}
     return levels, _by_subset(rows, means)
 

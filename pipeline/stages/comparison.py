@@ -47,14 +47,14 @@ class Completions:
         self.total: Counter[int] = Counter()  # {n: number of n-grams}
         for record in records:
             if len(self.samples) < SAMPLES and record["prompt"] not in self.samples:
-                shown = {
+                sample = {
                     key: value for key, value in record.items() if key in ("completion", "words", *WIN_RATES)
                 }
-                self.samples[record["prompt"]] = shown
+                self.samples[record["prompt"]] = sample
             self.texts.add(hash(record["completion"]))
-            for n, found in self.ngrams.items():
+            for n, distinct in self.ngrams.items():
                 grams = ngrams(record["tokens"], n)
-                found.update(grams)
+                distinct.update(grams)
                 self.total[n] += len(grams)
             self.numbers["characters"].append(len(record["completion"]))
             for key, value in record.items():
@@ -69,7 +69,7 @@ class Completions:
             if name in numbers:
                 metrics[name] = mean(numbers[name])
         metrics["unique_fraction"] = len(self.texts) / max(1, len(numbers["characters"]))
-        metrics |= {f"distinct_{n}": len(found) / self.total[n] for n, found in self.ngrams.items() if found}
+        metrics |= {f"distinct_{n}": len(grams) / self.total[n] for n, grams in self.ngrams.items() if grams}
         if "reference_tokens" in numbers:
             metrics["perplexity"] = math.exp(sum(numbers["reference_nll"]) / sum(numbers["reference_tokens"]))
         return metrics
@@ -122,17 +122,17 @@ class Comparison:
                 answer = partial(self._answer, self.baseline, compared=False)
                 self.before = Completions(self._of_all("baseline-", count, answer))
             answer = partial(self._answer, policy, compared=True)
-            self.after = after = Completions(self._of_all("policy-", count, answer))
+            self.after = completions = Completions(self._of_all("policy-", count, answer))
         metrics = {f"initial_{name}": value for name, value in self.before.metrics().items()}
-        metrics |= {f"eval_{name}": value for name, value in after.metrics().items()}
+        metrics |= {f"eval_{name}": value for name, value in completions.metrics().items()}
         for name, key in WIN_RATES.items():
             if wins := self._wins(name):
                 metrics[key] = mean(wins)
                 metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson_interval(wins)
-        before = self.before.samples
+        baseline_samples = self.before.samples
         return metrics, [
-            {"prompt": prompt, "before": before[prompt], "after": ours}
-            for prompt, ours in after.samples.items()
+            {"prompt": prompt, "before": baseline_samples[prompt], "after": sample}
+            for prompt, sample in completions.samples.items()
         ]
 
     def _wins(self, name: str) -> list[float]:
@@ -142,7 +142,7 @@ class Comparison:
             name: `reward` or `judge`.
         """
         assert self.before and self.after
-        scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
+        scores = (completions.numbers.get(name, ()) for completions in (self.after, self.before))
         # Counts close scores as a tie, because scores of equal completions in different batches differ by fp32 rounding.
         return [
             0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
@@ -159,7 +159,7 @@ class Comparison:
         def answer(numbers: range) -> list[tuple[float, float]]:
             rows = [_prompt(self.prompts[number // n]) for number in numbers]
             scored = self._sampled(policy, rows, numbers, sampling)[1]
-            return [(one["reward"], one.get("judge", one["reward"])) for one in scored]
+            return [(sample["reward"], sample.get("judge", sample["reward"])) for sample in scored]
 
         count = len(self.prompts)
         proxy, gold = array("d"), array("d")
@@ -168,24 +168,24 @@ class Comparison:
                 proxy.append(reward)
                 gold.append(judge)
         starts = range(0, count * n, n)
-        return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
+        return policies.best_of_curve(*([x[start : start + n] for start in starts] for x in (proxy, gold)))
 
     def length_controlled(self) -> dict[str, float]:
         """Returns the length-controlled win rates, with intervals, for the completions from the last call of the method `of`."""
         metrics: dict[str, float] = {}
         assert self.before and self.after
-        lengths = (one.numbers["characters"] for one in (self.after, self.before))
-        longer = [ours - theirs for ours, theirs in zip(*lengths, strict=True)]
+        lengths = (completions.numbers["characters"] for completions in (self.after, self.before))
+        differences = [ours - theirs for ours, theirs in zip(*lengths, strict=True)]
         for name, key in WIN_RATES.items():
             if wins := self._wins(name):
-                ends = policies.length_controlled(wins, longer)
-                metrics |= dict(zip((f"{key}_lc", f"{key}_lc_low", f"{key}_lc_high"), ends, strict=True))
+                rates = policies.length_controlled(wins, differences)
+                metrics |= dict(zip((f"{key}_lc", f"{key}_lc_low", f"{key}_lc_high"), rates, strict=True))
         return metrics
 
-    def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
+    def _of_all(self, prefix: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
         """Returns the records of `count` rows, in order, on every rank. `evaluate` stores the records, and resumes from them."""
         if not self.worker.work.spec.learns:
-            return in_parts(self.worker, of, count, answer)
+            return in_parts(self.worker, prefix, count, answer)
         return share_rows(self.worker, count, answer)
 
     def _answer(self, role: str | None, numbers: range, compared: bool) -> list[dict[str, Any]]:
@@ -213,12 +213,12 @@ class Comparison:
         for (index, (_, reference)), total in zip(references.items(), sums, strict=True):
             records[index] |= {"reference_nll": -total, "reference_tokens": len(reference)}
         if compared:
-            token_ids = [(row["input_ids"], one.tokens) for row, one in zip(rows, completions, strict=True)]
-            of_policy, of_baseline = (
-                completion_logprobs(self.shared, one, token_ids, self.size, self.sampling)
-                for one in (role, self.baseline)
+            token_ids = [(row["input_ids"], c.tokens) for row, c in zip(rows, completions, strict=True)]
+            policy_sums, baseline_sums = (
+                completion_logprobs(self.shared, name, token_ids, self.size, self.sampling)
+                for name in (role, self.baseline)
             )
-            for record, ours, theirs in zip(records, of_policy, of_baseline, strict=True):
+            for record, ours, theirs in zip(records, policy_sums, baseline_sums, strict=True):
                 record["kl"] = ours - theirs
         return records
 
@@ -226,16 +226,16 @@ class Comparison:
         self, role: str | None, rows: list[dict[str, Any]], numbers: range, sampling: Sampling
     ) -> tuple[list[Completion], list[dict[str, Any]]]:
         """Returns a completion for each row, with its text and scores."""
-        prompts, given = [row["input_ids"] for row in rows], [row["row"] for row in rows]
+        prompts, data_rows = [row["input_ids"] for row in rows], [row["row"] for row in rows]
         completions = self.decoder.generate(role, prompts, numbers, sampling)
         seeds = [seed_of(self.worker.args.seed, number) for number in numbers]
-        samples = Samples.of(prompts, completions, given, self.worker.tokenizer, seeds)
+        samples = Samples.of(prompts, completions, data_rows, self.worker.tokenizer, seeds)
         scores: list[dict[str, Any]] = [
             {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)
         ]
         if self.rewards:
-            total = weighted_scores(self.rewards, samples, normalize=False)
-            for score, value in zip(scores, total, strict=True):
+            totals = weighted_scores(self.rewards, samples, normalize=False)
+            for score, value in zip(scores, totals, strict=True):
                 score["reward"] = value
         if self.judge is not None:
             for score, value in zip(scores, self.judge.checked(samples), strict=True):
@@ -247,7 +247,7 @@ class Comparison:
 
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
         """Returns {index into `rows`: (prompt ids, completion ids)} for the rows with a reference completion."""
-        worker, data, found = self.worker, self.worker.work.data, {}
+        worker, data, references = self.worker, self.worker.work.data, {}
         apply = text_as_chat(worker.tokenizer, data.apply_chat_template)
         settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.parse_special_tokens)
         encoder = Encoder(worker.tokenizer, kind_of("score"), *settings)
@@ -257,8 +257,8 @@ class Comparison:
                 reference = {name: row.get(name) for name in names}
                 [[example]] = encoder.encode([parse_row(reference, encoder.kind)])
                 if isinstance(example, Example):
-                    found[index] = example.columns["prompt_ids"], example.columns["chosen_ids"]
-        return found
+                    references[index] = example.columns["prompt_ids"], example.columns["chosen_ids"]
+        return references
 
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -282,10 +282,10 @@ def completion_logprobs(
     """
     if not token_ids:
         return []
-    how = (sampling.temperature or 1.0, sampling.eos, sampling.min_new_tokens)
+    settings = (sampling.temperature or 1.0, sampling.eos, sampling.min_new_tokens)
     prompts, completions = zip(*token_ids, strict=True)
     sequences, sums = forward.collate_ids(prompts, completions, shared.device), torch.zeros(len(token_ids))
-    for rows, part in forward.parts_of(shared, sequences, size):
-        given = (part.input_ids, part.starts, part.mask, *how)
-        sums[rows] = shared.logprobs(role, *given)[0].sum(-1).cpu()
+    for rows, batch in forward.parts_of(shared, sequences, size):
+        inputs = (batch.input_ids, batch.starts, batch.mask, *settings)
+        sums[rows] = shared.logprobs(role, *inputs)[0].sum(-1).cpu()
     return sums.tolist()

@@ -22,15 +22,15 @@ from pipeline.system import storage, terminal
 
 def show_tables(result: dict[str, Any]) -> None:
     """Prints the tables of evaluation.json, and the faults of the reward."""
-    found = storage.read_json(storage.join(result["folder"], run_folder.EVALUATION))
-    tables = [subsets_table(subsets)] if (subsets := found["pairs"].get("subsets")) else []
-    for name, benchmark in found["benchmarks"].items():
+    evaluation = storage.read_json(storage.join(result["folder"], run_folder.EVALUATION))
+    tables = [subsets_table(subsets)] if (subsets := evaluation["pairs"].get("subsets")) else []
+    for name, benchmark in evaluation["benchmarks"].items():
         tables.append(subsets_table({**benchmark["subsets"], **benchmark["levels"]}, name, "rows", "score"))
-    if found["probes"]:
-        tables.append(probes_table(found["probes"]))
-    if found["best_of_n"]:
-        tables.append(best_of_n_table(found["best_of_n"]))
-    for fault in found["pairs"].get("faults", ()):
+    if evaluation["probes"]:
+        tables.append(probes_table(evaluation["probes"]))
+    if evaluation["best_of_n"]:
+        tables.append(best_of_n_table(evaluation["best_of_n"]))
+    for fault in evaluation["pairs"].get("faults", ()):
         terminal.say(f"warning: data.pairs: {fault}", result=True)
     for table in tables:
         terminal.say(f"\n{table}", result=True)
@@ -39,12 +39,12 @@ def show_tables(result: dict[str, Any]) -> None:
 def promote_policy(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the evaluated version, if the job has a gate and the metrics pass it."""
     versions = work.versions
-    judged = versions.get("policy") or versions.get("reward.0")
-    if not (work.gate.conditions and judged):
+    candidate = versions.get("policy") or versions.get("reward.0")
+    if not (work.gate.conditions and candidate):
         return None
-    others = {name: version for name, version in versions.items() if version != judged}
-    measured = registry.measured_on(work.digests, others, work.gate)
-    return registry.promote(work.uri, work.gate, judged, result["metrics"], measured)
+    other_versions = {name: version for name, version in versions.items() if version != candidate}
+    measured = registry.measured_on(work.digests, other_versions, work.gate)
+    return registry.promote(work.uri, work.gate, candidate, result["metrics"], measured)
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def train(worker: Worker) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     tables: dict[str, Any] = {"pairs": {}, "benchmarks": {}, "probes": {}, "best_of_n": []}
-    prompts, preferences, rows = (worker.rows(name) for name in ("eval", "pairs", "benchmarks"))
+    prompts, preferences, benchmark_rows = (worker.rows(name) for name in ("eval", "pairs", "benchmarks"))
     ends = shared.ends(worker.tokenizer)
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
@@ -73,18 +73,18 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             warn_of_endless(metrics["eval_eos_rate"], "the policy's completions")
     if preferences is not None:
-        measured, tables["pairs"] = pairs.measure_pairs(worker, rewards, judge, preferences, ends)
-        metrics |= measured
+        results, tables["pairs"] = pairs.measure_pairs(worker, rewards, judge, preferences, ends)
+        metrics |= results
         if worker.args.probes:
-            measured, tables["probes"] = probes.measure_probes(worker, rewards, preferences, ends)
-            metrics |= measured
-    if rows is not None:
-        measured, tables["benchmarks"] = benchmarks.measure_benchmarks(worker, rewards, rows, ends)
-        metrics |= measured
+            results, tables["probes"] = probes.measure_probes(worker, rewards, preferences, ends)
+            metrics |= results
+    if benchmark_rows is not None:
+        results, tables["benchmarks"] = benchmarks.measure_benchmarks(worker, rewards, benchmark_rows, ends)
+        metrics |= results
     if worker.rank == 0:
-        written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
+        document = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
         worker.work.lease.require()
-        storage.write_json(storage.join(worker.work.folder, run_folder.EVALUATION), written)
+        storage.write_json(storage.join(worker.work.folder, run_folder.EVALUATION), document)
     return worker.finish(Outcome(metrics, samples=samples))
 
 

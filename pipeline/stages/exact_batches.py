@@ -62,8 +62,8 @@ class ExactBatchSampler(EvaluationSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
-        for places in self.places():
-            yield order[places].tolist()
+        for span in self.places():
+            yield order[span].tolist()
 
     def places(self) -> Iterator[slice]:
         """Yields the position of each of this rank's batches in the epoch's order."""
@@ -138,7 +138,7 @@ class ExactBatches(Trainer):
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
-    def _loader(self, dataset: Any, description: str, sampler: Any, batch_size: int, **more: Any) -> Any:
+    def _loader(self, dataset: Any, description: str, sampler: Any, batch_size: int, **options: Any) -> Any:
         from accelerate.data_loader import prepare_data_loader
         from torch.utils.data import DataLoader
         from transformers.trainer_utils import seed_worker
@@ -147,7 +147,7 @@ class ExactBatches(Trainer):
         workers, rank = args.dataloader_num_workers, args.process_index
         loader = DataLoader(
             dataset,
-            batch_sampler=sampler(len(dataset), batch_size, rank, args.world_size, **more),
+            batch_sampler=sampler(len(dataset), batch_size, rank, args.world_size, **options),
             collate_fn=self._parts()[2](self.data_collator, dataset[0]),
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory,
@@ -226,7 +226,7 @@ class ExactBatches(Trainer):
         self._evaluated = []
         with each_rank_alone(self):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        batches = [metrics for _, metrics in sorted(gather_object(self._evaluated), key=lambda one: one[0])]
+        batches = [metrics for _, metrics in sorted(gather_object(self._evaluated), key=lambda x: x[0])]
         means = {}
         for name in dict.fromkeys(name for metrics in batches for name in metrics):
             pairs = [metrics[name] for metrics in batches if name in metrics]

@@ -20,8 +20,8 @@ class PairedBatchSampler(ExactBatchSampler):
     The added rows are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched_rows`).
     """
 
-    def __init__(self, *rows: Any, step: int, **more: Any):
-        super().__init__(*rows, **more)
+    def __init__(self, *args: Any, step: int, **options: Any):
+        super().__init__(*args, **options)
         self.step = step
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -29,26 +29,26 @@ class PairedBatchSampler(ExactBatchSampler):
 
         order = self.order()
         steps = order.split(self.step)
-        others = torch.cat([mismatched_rows(*both) for both in zip(steps, [None, *steps], strict=False)])
-        for places in self.places():
-            yield order[places].tolist() + others[places].tolist()
+        partners = torch.cat([mismatched_rows(*pair) for pair in zip(steps, [None, *steps], strict=False)])
+        for span in self.places():
+            yield order[span].tolist() + partners[span].tolist()
 
 
-def mismatched_rows(rows: Any, before: Any) -> Any:
+def mismatched_rows(rows: Any, previous: Any) -> Any:
     """Returns for each row of a step the previous row or, if the two are the same, the nearest earlier row that differs.
 
-    If the step has only one distinct row, returns a row of the previous step (`before`), if there is one.
+    If the step has only one distinct row, returns a row of the previous step (`previous`), if there is one.
     """
     import torch
 
-    others = rows.roll(1)
-    for places in range(2, len(rows)):
-        if not (same := others == rows).any():
-            return others
-        others = torch.where(same, rows.roll(places), others)
-    if (others == rows).any() and before is not None and len(far := before[before != rows[0]]):
-        others = torch.where(others == rows, far[-1], others)
-    return others
+    partners = rows.roll(1)
+    for shift in range(2, len(rows)):
+        if not (is_same := partners == rows).any():
+            return partners
+        partners = torch.where(is_same, rows.roll(shift), partners)
+    if (partners == rows).any() and previous is not None and len(distinct := previous[previous != rows[0]]):
+        partners = torch.where(partners == rows, distinct[-1], partners)
+    return partners
 
 
 class PairedEvaluationSampler(EvaluationSampler):
@@ -66,13 +66,13 @@ class PairedCollator(CountedCollator):
         super().__init__(collator, pair_rows(filler, filler))
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        own, others = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        return super().__call__([pair_rows(row, other) for row, other in zip(own, others, strict=True)])
+        own, partners = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        return super().__call__([pair_rows(row, partner) for row, partner in zip(own, partners, strict=True)])
 
 
-def pair_rows(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def pair_rows(row: dict[str, Any], partner: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the completion of another row, as TRL's collator expects it."""
-    return {**row, "KL_completion_ids": other["completion_ids"]}
+    return {**row, "KL_completion_ids": partner["completion_ids"]}
 
 
 class PairedBatches(ExactBatches):
@@ -82,9 +82,9 @@ class PairedBatches(ExactBatches):
     """
 
     # Return values of TRL's `_compute_kl_logps` in this step: for the policy, and for the reference
-    _of_step: tuple[Any, Any]
+    _step_logps: tuple[Any, Any]
     # The values that TRL has not yet read in this micro-batch. Empty outside of training.
-    _due: Iterator[Any] = iter(())
+    _unread_logps: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:
         if not self.calculate_KL:  # the loss has no KL term
@@ -93,14 +93,14 @@ class PairedBatches(ExactBatches):
         return partial(PairedBatchSampler, step=step), PairedEvaluationSampler, PairedCollator
 
     def first_rows(self) -> list[int]:
-        drawn = super().first_rows()
-        return drawn[: len(drawn) // 2] if self.calculate_KL else drawn
+        rows = super().first_rows()
+        return rows[: len(rows) // 2] if self.calculate_KL else rows
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Returns the micro-batches of an optimizer step, and computes the KL term of the step."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches and self.calculate_KL:
-            self._of_step = self._kl_logps([self._prepare_inputs(batch) for batch in batches])
+            self._step_logps = self._kl_logps([self._prepare_inputs(batch) for batch in batches])
         return batches, items
 
     def _kl_logps(self, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
@@ -129,16 +129,16 @@ class PairedBatches(ExactBatches):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if self.calculate_KL:
-            self._due = iter(self._of_step)
+            self._unread_logps = iter(self._step_logps)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if next(self._due, None) is not None:
+        if next(self._unread_logps, None) is not None:
             raise RuntimeError("TRL's KTOTrainer has not read both values of the KL term (trl 1.16)")
         return loss
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
         # TRL calls this method first for the policy, then for the reference, and averages the difference.
-        of_step = next(self._due, None)
-        return super()._compute_kl_logps(model, batch) if of_step is None else of_step
+        logps = next(self._unread_logps, None)
+        return super()._compute_kl_logps(model, batch) if logps is None else logps
 
     def _weight(self, metric: str, inputs: Any, weight: int) -> int:
         desirable = int(inputs["label"].sum())

@@ -44,24 +44,24 @@ def measure_pairs(
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
-    column, named = worker.work.data.subset, worker.work.inputs.get("judge")
+    column, judge_input = worker.work.data.subset, worker.work.inputs.get("judge")
     # A judge that is a Python function may need columns that the rows lack.
-    asks = named.version if named and named.kind == "function" else None
+    function = judge_input.version if judge_input and judge_input.kind == "function" else None
 
     def answer(numbers: range) -> list[dict[str, Any]]:
-        mine = [dict(row) for row in rows.select(numbers)]
-        given = [json.loads(row["row"]) for row in mine]
-        first, tokenizer = numbers.start, worker.tokenizer
-        pairs = score_both_sides(rewards, mine, first, tokenizer, ends)
-        lacks = [
-            judge and (judge.columns - set(row) or (asks and missing_parameter(asks, set(row))))
-            for row in given
+        share = [dict(row) for row in rows.select(numbers)]
+        data_rows = [json.loads(row["row"]) for row in share]
+        start, tokenizer = numbers.start, worker.tokenizer
+        pairs = score_both_sides(rewards, share, start, tokenizer, ends)
+        missing = [
+            judge and (judge.columns - set(row) or (function and missing_parameter(function, set(row))))
+            for row in data_rows
         ]
-        if judge is not None and not any(lacks):
-            for pair, (c, r) in zip(pairs, score_rows([judge], mine, first, tokenizer, ends), strict=True):
+        if judge is not None and not any(missing):
+            for pair, (c, r) in zip(pairs, score_rows([judge], share, start, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
         if column:
-            for pair, row in zip(pairs, given, strict=True):
+            for pair, row in zip(pairs, data_rows, strict=True):
                 pair["subset"] = escape_controls(str(row.get(column)), lines=False)[:60]
         return pairs
 
@@ -69,20 +69,20 @@ def measure_pairs(
 
 
 def score_both_sides(
-    rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
+    rewards: list[Any], rows: Sequence[Any], first_row: int, tokenizer: Any, ends: Collection[int]
 ) -> list[dict[str, Any]]:
     """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
 
     If a judge sees both completions at once, `orders` has the position and score of the chosen completion in each order.
     """
     notes: dict[str, Any] = {}
-    scores = score_rows(rewards, rows, first, tokenizer, ends, notes)
+    scores = score_rows(rewards, rows, first_row, tokenizer, ends, notes)
     pairs: list[dict[str, Any]] = [
-        {"scores": both, "lengths": [len(row[side]) for side in SIDES]}
-        for row, both in zip(rows, scores, strict=True)
+        {"scores": pair_scores, "lengths": [len(row[side]) for side in SIDES]}
+        for row, pair_scores in zip(rows, scores, strict=True)
     ]
-    for of_chosen in (one[::2] for one in notes.values()):
-        for pair, note in zip(pairs, of_chosen, strict=True):
+    for chosen_notes in (reward_notes[::2] for reward_notes in notes.values()):
+        for pair, note in zip(pairs, chosen_notes, strict=True):
             if note["orders"]:
                 pair["orders"] = note["orders"]
     return pairs
@@ -93,7 +93,7 @@ def pair_metrics(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dic
 
     Keeps only numbers in memory, in arrays, to support millions of pairs.
     """
-    chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
+    chosen, rejected, judged, agreements = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
     # Whether the chosen completion wins if a judge sees it first, and if a judge sees it last.
     by_place: tuple[list[bool], list[bool]] = ([], [])
@@ -108,7 +108,7 @@ def pair_metrics(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dic
             for place, score in orders:
                 by_place[place > 0].append(score > 0.5)
             if len(orders) > 1:
-                agreeing.append(float(len({score for _, score in orders}) == 1))
+                agreements.append(float(len({score for _, score in orders}) == 1))
         if "judge" in pair:
             judged.append(pair["judge"])
         if "subset" in pair:
@@ -128,16 +128,16 @@ def pair_metrics(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dic
     }
     if all(by_place):  # both positions have equal weight, even with unequal numbers of answers
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
-    if agreeing:
-        metrics["eval_rm_order_agreement"] = mean(agreeing)
+    if agreements:
+        metrics["eval_rm_order_agreement"] = mean(agreements)
     if len(margins) > 1:  # fits the temperature on every second pair, and measures ECE on other pairs
         metrics["eval_rm_calibration_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
-    ends_of: dict[str, tuple[float, float]] = {}
+    bounds: dict[str, tuple[float, float]] = {}
     for name, belongs in BY_LENGTH.items():
         if hits := [hit for hit, c, r in zip(right, *lengths, strict=True) if belongs(c, r)]:
             metrics[f"eval_rm_accuracy_{name}"] = mean(hits)
-            ends_of[name] = wilson_interval(hits)
+            bounds[name] = wilson_interval(hits)
     if (bias := correlation(chosen + rejected, lengths[0] + lengths[1])) is not None:
         metrics["eval_rm_length_correlation"] = bias
     if len(judged) == len(margins):
@@ -148,48 +148,48 @@ def pair_metrics(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dic
         low, high = wilson_interval(hits)
         subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
         metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
-    found = reward_faults(
+    faults = reward_faults(
         metrics,
-        ends_of | {name: wilson_interval(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits},
+        bounds | {name: wilson_interval(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits},
     )
-    return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": found}
+    return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": faults}
 
 
-def reward_faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
+def reward_faults(metrics: dict[str, float], bounds: dict[str, tuple[float, float]]) -> list[str]:
     """Returns messages about faults of a reward that are visible in the metrics.
 
     Args:
-        ends_of: {name in BY_LENGTH or PLACES: interval of the accuracy}.
+        bounds: {name in BY_LENGTH or PLACES: interval of the accuracy}.
     """
-    found = []
+    faults = []
     low, high = metrics["eval_rm_accuracy_low"], metrics["eval_rm_accuracy_high"]
     if metrics["eval_rm_ties"] > 0.5:
-        found.append(f"{metrics['eval_rm_ties']:.0%} of the pairs have equal scores")
+        faults.append(f"{metrics['eval_rm_ties']:.0%} of the pairs have equal scores")
     elif high < 0.5:
-        found.append(
+        faults.append(
             f"the reward prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); "
             "are chosen and rejected swapped?"
         )
     elif low <= 0.5:
-        found.append(f"the reward's accuracy may be chance ({low:.2f} to {high:.2f})")
-    if where := _higher(ends_of, *PLACES):
+        faults.append(f"the reward's accuracy may be chance ({low:.2f} to {high:.2f})")
+    if place := _higher(bounds, *PLACES):
         share = metrics["eval_rm_shown_first"]
-        found.append(
-            f"the reward prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
+        faults.append(
+            f"the reward prefers the completion that it sees {place} ({max(share, 1 - share):.0%}); set orders: both"
         )
-    if which := _higher(ends_of, "chosen_longer", "chosen_shorter"):
-        found.append(
-            f"the reward prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
+    if group := _higher(bounds, "chosen_longer", "chosen_shorter"):
+        faults.append(
+            f"the reward prefers the {group.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
         )
-    return found
+    return faults
 
 
-def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
+def _higher(bounds: dict[str, tuple[float, float]], first: str, second: str) -> str | None:
     """Returns which of two names has the higher interval, or None if the intervals overlap or an interval is missing."""
-    if not {one, other} <= set(ends_of):
+    if not {first, second} <= set(bounds):
         return None
-    (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
-    return one if low > other_high else other if other_low > high else None
+    (low, high), (second_low, second_high) = bounds[first], bounds[second]
+    return first if low > second_high else second if second_low > high else None
 
 
 def metric_name(subset: str) -> str:
@@ -200,7 +200,7 @@ def metric_name(subset: str) -> str:
 def score_rows(
     rewards: list[Any],
     rows: Sequence[Any],
-    first: int,
+    first_row: int,
     tokenizer: Any,
     ends: Collection[int],
     notes: dict[str, Any] | None = None,
@@ -208,17 +208,17 @@ def score_rows(
     """Returns the weighted scores, in raw units, of the one or two completions of each token row.
 
     Args:
-        first: number of the first row.
+        first_row: number of the first row.
         notes: a dict to which this function adds the rewards' notes on the completions; see Samples.
     """
-    found = [
+    entries = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
-        for number, row in enumerate(rows, first)
+        for number, row in enumerate(rows, first_row)
         for side in SIDES
         if row.get(side) is not None
     ]
-    prompts, completions, given, seeds, groups = zip(*found, strict=True)
-    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds, groups)
+    prompts, completions, data_rows, seeds, groups = zip(*entries, strict=True)
+    samples = samples_of(prompts, completions, data_rows, tokenizer, ends, seeds, groups)
     scores = iter(weighted_scores(rewards, samples, normalize=False))
     if notes is not None:
         notes.update(samples.notes)

@@ -14,7 +14,7 @@ RESAMPLES = 200  # number of bootstrap samples
 STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cross-validation
 
 
-def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[float, float, float]:
+def length_controlled(wins: Sequence[float], differences: Sequence[float]) -> tuple[float, float, float]:
     """Returns the win rate at equal lengths of the completions, with the ends of its 95 % interval.
 
     The method is AlpacaEval 2's (https://arxiv.org/abs/2404.04475), without the term for the difficulty of prompts, which only
@@ -23,13 +23,13 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
 
     Args:
         wins: for each prompt 1 for a win, 0.5 for a tie, or 0 for a loss.
-        longer: for each prompt the length of the policy's completion minus the length of the baseline's.
+        differences: for each prompt the length of the policy's completion minus the length of the baseline's.
     """
-    spread = stdev(longer) if len(longer) > 1 else 0.0
-    features = np.array([[math.tanh(d / spread) if spread else 0.0, 1.0] for d in longer])
+    spread = stdev(differences) if len(differences) > 1 else 0.0
+    features = np.array([[math.tanh(d / spread) if spread else 0.0, 1.0] for d in differences])
     shares = np.array(wins, dtype=float)
-    drawn = np.random.default_rng(0).integers(0, len(shares), (RESAMPLES, len(shares)))
-    rates = sorted(_at_equal_length(features[rows], shares[rows]) for rows in drawn)
+    resamples = np.random.default_rng(0).integers(0, len(shares), (RESAMPLES, len(shares)))
+    rates = sorted(_at_equal_length(features[rows], shares[rows]) for rows in resamples)
     low, high = (rates[int(q * (RESAMPLES - 1))] for q in (0.025, 0.975))
     return _at_equal_length(features, shares), low, high
 
@@ -43,12 +43,12 @@ def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
 
     weights = np.concatenate([shares, 1 - shares])
     labels = np.repeat([1, 0], len(shares))
-    used = weights > 0
-    if len(set(labels[used])) < 2:
+    is_used = weights > 0
+    if len(set(labels[is_used])) < 2:
         return float(shares[0] > 0.5)  # only wins or only losses, so there is nothing to fit
-    how = {"l1_ratio": 1.0, "solver": "liblinear", "C": STRENGTH, "tol": 1e-10, "max_iter": 10_000}
-    model = LogisticRegression(**how, fit_intercept=False, random_state=123)
-    model.fit(np.concatenate([features, features])[used], labels[used], sample_weight=weights[used])
+    options = {"l1_ratio": 1.0, "solver": "liblinear", "C": STRENGTH, "tol": 1e-10, "max_iter": 10_000}
+    model = LogisticRegression(**options, fit_intercept=False, random_state=123)
+    model.fit(np.concatenate([features, features])[is_used], labels[is_used], sample_weight=weights[is_used])
     return 1 / (1 + math.exp(-float(model.coef_[0, 1])))
 
 
@@ -71,8 +71,8 @@ def best_of_curve(
 
     The bound is ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """
-    most = min(map(len, proxy))
-    sizes = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]
+    largest = min(map(len, proxy))
+    sizes = [2**k for k in range(largest.bit_length()) if 2**k < largest] + [largest]
     return [
         {
             "n": n,

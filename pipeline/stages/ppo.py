@@ -56,7 +56,7 @@ def train(worker: Worker) -> dict[str, Any]:
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
-    copied = roles.add_critic(worker, shared, args) if args.uses_critic else None
+    critic_source = roles.add_critic(worker, shared, args) if args.uses_critic else None
     teacher = None
     if args.teacher_coef:
         role = roles.add_frozen(worker, shared, "teacher", "teacher")
@@ -64,13 +64,13 @@ def train(worker: Worker) -> dict[str, Any]:
         teacher = teachers.make_teacher(role, args.teacher_system, worker.tokenizer, prompts)
     held_out, mixture, comparison = worker.rows("eval"), worker.work.mixture, None
     if held_out is not None:
-        judge, start = roles.load_judge(worker, shared), roles.start_role(worker, shared, reference)
-        comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
-    learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
+        judge, baseline = roles.load_judge(worker, shared), roles.start_role(worker, shared, reference)
+        comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, baseline)
+    parameters = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
+    tracker = best.make_tracker(worker.work.run, worker.work.gate, parameters, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
-        critic_reward = next((reward for reward in rewards if reward.name == copied), None)
+        critic_reward = next((reward for reward in rewards if reward.name == critic_source), None)
         models = Roles(shared, rewards, critic_reward, teacher)
         draws = (lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None
         trainer = PPOTrainer(
@@ -85,14 +85,14 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.resume:
             trainer.restore(worker.resume)
             worker.replay(list(_logged(trainer).items()))
-            if tracked:
-                tracked.load(worker.resume)
+            if tracker:
+                tracker.load(worker.resume)
         if worker.rank == 0:
             print(f"training; each update samples {args.batch_size} completions", flush=True)
-        if not (tracked and tracked.exhausted):
+        if not (tracker and tracker.exhausted):
             evaluate = (lambda: comparison.of("policy")[0]) if comparison else None
-            trainer.train(partial(_after_update, worker, trainer, tracked), evaluate)
-    return _finish(worker, trainer, tracked, comparison)
+            trainer.train(partial(_after_update, worker, trainer, tracker), evaluate)
+    return _finish(worker, trainer, tracker, comparison)
 
 
 RECIPE = Recipe(train, companion=rollout_workers)
@@ -101,7 +101,7 @@ RECIPE = Recipe(train, companion=rollout_workers)
 def _after_update(
     worker: Worker,
     trainer: PPOTrainer,
-    tracked: Best | None,
+    tracker: Best | None,
     metrics: dict[str, float],
     update: int,
     total: int,
@@ -115,19 +115,19 @@ def _after_update(
         warn_of_endless(1.0 - metrics["completions/clipped_ratio"], "the first completions")
     if args.logs(update, total):
         judges = [reward for reward in trainer.sampler.rewards if isinstance(reward, JudgeReward)]
-        costs = {one.name: one.client.store.costs(one.definition) for one in judges}
-        named = {f"judges/{name}/{key}": value for name, each in costs.items() for key, value in each.items()}
-        worker.log(metrics | named, update, total)
-    if tracked and args.evaluates(update, total):
-        tracked.compare(metrics, update)
-    due = update == total or (args.save_steps and update % args.save_steps == 0)
-    if worker.notice.poll(update) or due:
+        costs = {judge.name: judge.client.store.costs(judge.definition) for judge in judges}
+        extra = {f"judges/{name}/{key}": value for name, cost in costs.items() for key, value in cost.items()}
+        worker.log(metrics | extra, update, total)
+    if tracker and args.evaluates(update, total):
+        tracker.compare(metrics, update)
+    is_due = update == total or (args.save_steps and update % args.save_steps == 0)
+    if worker.notice.poll(update) or is_due:
         folder = os.path.join(worker.scratch, f"checkpoint-{update}")
         trainer.save(folder)
-        if tracked and worker.rank == 0:
-            tracked.save(folder)
+        if tracker and worker.rank == 0:
+            tracker.save(folder)
         worker.checkpoint(folder, update)
-    return bool(tracked and tracked.exhausted)
+    return bool(tracker and tracker.exhausted)
 
 
 def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
@@ -136,25 +136,25 @@ def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
 
 
 def _finish(
-    worker: Worker, trainer: PPOTrainer, tracked: Best | None, comparison: Comparison | None
+    worker: Worker, trainer: PPOTrainer, tracker: Best | None, comparison: Comparison | None
 ) -> dict[str, Any]:
     """Restores the best weights, evaluates them, and saves the policy. Returns the result of Worker.finish."""
     from pipeline.run import best, roles
 
     shared, last = trainer.shared, None
-    if tracked and comparison and trainer.update == trainer.total:
+    if tracker and comparison and trainer.update == trainer.total:
         last = comparison.of("policy")
-        tracked.compare(last[0], trainer.update)
-    kept = tracked.restore() if tracked else None
-    end = best.describe_end(tracked, kept, trainer.update, trainer.total)
+        tracker.compare(last[0], trainer.update)
+    best_step = tracker.restore() if tracker else None
+    end = best.describe_end(tracker, best_step, trainer.update, trainer.total)
     update = _logged(trainer)[end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
     usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
     outcome = Outcome(metrics, end, usage)
     if comparison:
-        of_kept = last if last and end["kept"]["step"] == trainer.update else comparison.of("policy")
-        evaluated, outcome.samples = of_kept
-        outcome.metrics |= evaluated
+        evaluation = last if last and end["kept"]["step"] == trainer.update else comparison.of("policy")
+        results, outcome.samples = evaluation
+        outcome.metrics |= results
     prompts = worker.rows("train")
     probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]
     return worker.finish(

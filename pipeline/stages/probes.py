@@ -86,17 +86,17 @@ def measure_probes(
     tokenizer, longest = worker.tokenizer, worker.work.context
 
     def answer(numbers: range) -> list[dict[str, Any]]:
-        mine = [dict(row) for row in rows.select(numbers)]
-        given = [json.loads(row["row"]) for row in mine]
+        share = [dict(row) for row in rows.select(numbers)]
+        data_rows = [json.loads(row["row"]) for row in share]
         others = [_text(tokenizer, rows[(number + 1) % count]["chosen_ids"]) for number in numbers]
 
         def scores(side: str, probe: Probe) -> list[float]:
             ids = [
                 _edited(tokenizer, row[side], probe.edit, other, ends)[: longest - len(row["prompt_ids"])]
-                for row, other in zip(mine, others, strict=True)
+                for row, other in zip(share, others, strict=True)
             ]
-            prompts, step = [row["prompt_ids"] for row in mine], -1 if probe.reverse else 1
-            samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
+            prompts, step = [row["prompt_ids"] for row in share], -1 if probe.reverse else 1
+            samples = samples_of(prompts[::step], ids[::step], data_rows[::step], tokenizer, ends)
             return weighted_scores(rewards, samples, normalize=False)[::step]
 
         before = list(zip(*(scores(side, Probe(_unedited)) for side in SIDES), strict=True))
@@ -110,9 +110,9 @@ def measure_probes(
                 "text": _text(tokenizer, row["chosen_ids"]),
                 "other": other,
                 "before": before[i],
-                "after": {name: of[i] for name, of in after.items()},
+                "after": {name: values[i] for name, values in after.items()},
             }
-            for i, (row, other) in enumerate(zip(mine, others, strict=True))
+            for i, (row, other) in enumerate(zip(share, others, strict=True))
         ]
 
     return probe_metrics(list(in_parts(worker, "probes-", count, answer)))
@@ -129,7 +129,7 @@ def _edited(
 
     If the edit leaves no token, returns the last token of `ids`.
     """
-    start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
+    start = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), len(ids))
     text = edit(_text(tokenizer, ids[:start]), other)
     edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
     return edited or ids[-1:]
@@ -146,30 +146,30 @@ def probe_metrics(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[s
     metrics: dict[str, float] = {}
     tables: dict[str, Any] = {}
     for name, probe in PROBES.items():
-        applies = [pair for pair in pairs if probe.applies(pair)]
-        if not applies or not spread:
+        affected = [pair for pair in pairs if probe.applies(pair)]
+        if not affected or not spread:
             continue
-        changes = [(pair["after"][name][0] - pair["before"][0]) / spread for pair in applies]
+        changes = [(pair["after"][name][0] - pair["before"][0]) / spread for pair in affected]
         if probe.reverse:
             changes = [abs(change) for change in changes]
-        half = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
+        half_width = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
         effect = mean(changes)
-        low, high = effect - half, effect + half
-        kept = mean([_in_order(pair, name) for pair in applies])
+        low, high = effect - half_width, effect + half_width
+        accuracy = mean([_in_order(pair, name) for pair in affected])
         sizes = changes if probe.worse else [abs(change) for change in changes]
-        worst = sorted(range(len(applies)), key=lambda i: -sizes[i])[:WORST]
+        worst = sorted(range(len(affected)), key=lambda i: -sizes[i])[:WORST]
         tables[name] = {
             "verdict": _verdict(low, high, probe.worse),
             "effect": effect,
             "low": low,
             "high": high,
-            "accuracy": kept,
-            "pairs": len(applies),
-            "worst": [_example(applies[i], name) for i in worst],
+            "accuracy": accuracy,
+            "pairs": len(affected),
+            "worst": [_example(affected[i], name) for i in worst],
         }
         metrics[f"eval_rm_probe/{name}"] = effect
-        metrics[f"eval_rm_probe_accuracy/{name}"] = kept
-    metrics["eval_rm_probes_failed"] = sum(one["verdict"] != "ok" for one in tables.values())
+        metrics[f"eval_rm_probe_accuracy/{name}"] = accuracy
+    metrics["eval_rm_probes_failed"] = sum(table["verdict"] != "ok" for table in tables.values())
     return metrics, tables
 
 

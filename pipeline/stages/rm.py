@@ -44,8 +44,8 @@ def train(worker: Worker) -> dict[str, Any]:
     )
     outcome = trl_trainer.train_trl(worker, trainer)
     # Without eval rows, measures the mean and standard deviation of scores on some random training rows.
-    some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
-    pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
+    indices = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
+    pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(indices))
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
@@ -75,7 +75,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
         print(f"scoring {len(rows)} pairs", flush=True)
 
     def scored(numbers: range) -> list[dict[str, float]]:
-        found: list[dict[str, float]] = []
+        pairs: list[dict[str, float]] = []
         progress = Bar(total=-(-len(numbers) // size), desc="scoring pairs: batch")
         for start in range(0, len(numbers), size):
             part = [dict(row) for row in rows.select(numbers[start : start + size])]
@@ -85,27 +85,27 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
                 scores = model(**batch).logits.squeeze(-1).float()
             for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
                 lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
-                found.append({"chosen": chosen, "rejected": rejected, **lengths})
+                pairs.append({"chosen": chosen, "rejected": rejected, **lengths})
             if worker.rank == 0:
                 progress.update()
-        return found
+        return pairs
 
     return share_rows(worker, len(rows), scored)
 
 
 def lowest_margins(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Returns the distinct pairs with the lowest margins as text. Such pairs show errors of the model or of the data."""
-    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
+    examples: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
-        if len(worst) == WORST:
+        if len(examples) == WORST:
             break
         row, scores = rows[index], pairs[index]
         texts = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
-        shown: dict[str, Any] = {"prompt": texts[0]}
+        example: dict[str, Any] = {"prompt": texts[0]}
         for side, text in zip(("chosen", "rejected"), texts[1:], strict=True):
-            shown[side] = {"text": text, "score": scores[side]}
-        worst.setdefault(texts, shown)
-    return list(worst.values())
+            example[side] = {"text": text, "score": scores[side]}
+        examples.setdefault(texts, example)
+    return list(examples.values())
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
@@ -115,18 +115,18 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
     """
     from pipeline.data.messages import shared_length
 
-    question = [{"role": "user", "content": "?"}]
-    before, _, call = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, tokenize=False
+    messages = [{"role": "user", "content": "?"}]
+    prefix, _, suffix = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
     ).partition("?")
-    texts = [tokenizer.decode(ids).removeprefix(before) for ids in (chosen, rejected)]
-    if not call or not all(call in text for text in texts):  # raw text, without a template
-        shared = shared_length(chosen, rejected)
-        parts = [chosen[:shared], chosen[shared:], rejected[shared:]]
-        prompt, *completions = tokenizer.batch_decode(parts, skip_special_tokens=True)
+    texts = [tokenizer.decode(ids).removeprefix(prefix) for ids in (chosen, rejected)]
+    if not suffix or not all(suffix in text for text in texts):  # raw text, without a template
+        length = shared_length(chosen, rejected)
+        spans = [chosen[:length], chosen[length:], rejected[length:]]
+        prompt, *completions = tokenizer.batch_decode(spans, skip_special_tokens=True)
         return prompt.strip(), *completions
-    completions = [text.rpartition(call)[2] for text in texts]
+    completions = [text.rpartition(suffix)[2] for text in texts]
     for token in tokenizer.all_special_tokens:
         completions = [completion.replace(token, "") for completion in completions]
-    prompt = texts[0].rpartition(call)[0].strip().removeprefix(tokenizer.bos_token or "").strip()
+    prompt = texts[0].rpartition(suffix)[0].strip().removeprefix(tokenizer.bos_token or "").strip()
     return prompt, completions[0], completions[1]

@@ -42,9 +42,9 @@ def train(worker: Worker) -> dict[str, Any]:
                 result = super().compute_loss(model, inputs, *args, **options)
             finally:
                 hook.remove()
-            at = _at_ends(inputs, ends)
-            found = torch.stack([(outputs[-1].is_top1 * at).sum(), at.sum()])
-            predicted, count = self.accelerator.gather(found).view(-1, 2).sum(0).tolist()
+            is_end = _at_ends(inputs, ends)
+            counts = torch.stack([(outputs[-1].is_top1 * is_end).sum(), is_end.sum()])
+            predicted, count = self.accelerator.gather(counts).view(-1, 2).sum(0).tolist()
             if count:
                 mode = "train" if self.model.training else "eval"
                 self._metrics[mode]["eos_accuracy"].append(predicted / count)
@@ -114,8 +114,8 @@ def greedy_samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[s
         return worker.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     with model.disable_adapter():
-        before = completions()
+        base_completions = completions()
     return [
-        {"prompt": prompt, "before": {"completion": base.strip()}, "after": {"completion": ours.strip()}}
-        for prompt, base, ours in zip(prompts, before, completions(), strict=True)
+        {"prompt": prompt, "before": {"completion": base.strip()}, "after": {"completion": tuned.strip()}}
+        for prompt, base, tuned in zip(prompts, base_completions, completions(), strict=True)
     ]

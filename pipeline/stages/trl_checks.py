@@ -38,8 +38,8 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
 
     Every rank calls this function.
     """
-    first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
-    rows = [dict(row) for row in first]
+    dataset = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
+    rows = [dict(row) for row in dataset]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.identity.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
@@ -50,18 +50,18 @@ def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
         *(starts_as_its_file(model, worker, role) for role in ADAPTERS if role in worker.work.inputs),
     ]
     if worker.world > 1:
-        drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
-        doubled = len(drawn) - len(set(drawn))
-        found = f"{doubled} of {len(drawn)} rows of the first micro-batch occur twice"
-        results.append(CheckResult("workers train on different rows", found, not doubled))
+        numbers = [row for part in worker.gather(trainer.first_rows()) for row in part]
+        duplicates = len(numbers) - len(set(numbers))
+        message = f"{duplicates} of {len(numbers)} rows of the first micro-batch occur twice"
+        results.append(CheckResult("workers train on different rows", message, not duplicates))
     if stage != "rm":
         results.append(loss_after_generation_prompt(tokenizer, completions))
     if stage == "sft":
         results.append(labels_are_tokens(trainer, rows))
     if stage in ("rm", "dpo"):
-        equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
-        found = f"{equal} of {len(rows)} pairs have the same tokens in chosen and rejected"
-        results.append(CheckResult("chosen and rejected completions differ", found, not equal))
+        equal_pairs = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
+        message = f"{equal_pairs} of {len(rows)} pairs have the same tokens in chosen and rejected"
+        results.append(CheckResult("chosen and rejected completions differ", message, not equal_pairs))
     if stage == "kto" and trainer.calculate_KL:
         results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
@@ -95,15 +95,15 @@ def compare_with_single_rows(
             results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
-        what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
-        found = f"{what} is {ours:.6g} in the trainer's batch, but {alone:.6g} from the rows alone"
-        same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
-        results.append(CheckResult("the trainer's numbers equal those from the rows alone", found, same))
+        name, batched, single = max(numbers, key=lambda number: abs(number[1] - number[2]))
+        text = f"{name} is {batched:.6g} in the trainer's batch, but {single:.6g} from the rows alone"
+        holds = all(abs(batched - single) <= limit for _, batched, single in numbers)
+        results.append(CheckResult("the trainer's numbers equal those from the rows alone", text, holds))
     if stage == "rm":
-        scores = torch.tensor([ours for _, ours, _ in numbers])
-        found = "the head computes in bfloat16, which rounds close scores to equal numbers"
-        low = scores.equal(scores.bfloat16().float())
-        results.append(CheckResult("scores are computed in fp32", found, not low))
+        scores = torch.tensor([batched for _, batched, _ in numbers])
+        text = "the head computes in bfloat16, which rounds close scores to equal numbers"
+        is_rounded = scores.equal(scores.bfloat16().float())
+        results.append(CheckResult("scores are computed in fp32", text, not is_rounded))
     return results
 
 
@@ -114,11 +114,11 @@ def completions_of(row: Row) -> Iterator[Completion]:
     """Yields (prompt, completion) of a row as token ids. In SFT, the completion is the last contiguous span of trained tokens."""
     if "labels" in row:
         for part in _unpacked(row):
-            ids, trained = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
-            if trained:
-                before = (i for i in reversed(range(trained[-1])) if part["labels"][i] == -100)
-                start = next(before, -1) + 1
-                yield ids[:start], ids[start : trained[-1] + 1]
+            ids, positions = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
+            if positions:
+                untrained = (i for i in reversed(range(positions[-1])) if part["labels"][i] == -100)
+                start = next(untrained, -1) + 1
+                yield ids[:start], ids[start : positions[-1] + 1]
     elif "completion_ids" in row:
         yield row["prompt_ids"], row["completion_ids"]
     else:  # a pair; in rm, both completions include the prompt
@@ -136,32 +136,32 @@ def _unpacked(row: Row) -> list[Row]:
 
 def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
     """Checks that only adapter and head are trainable, and that their parameters are fp32 and in the optimizer."""
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    wrong = {
-        "of the base require gradients": [name for name in learning if ".default" not in name],
+    tensors = {
+        "of the base require gradients": [name for name in trainable if ".default" not in name],
         "of the adapter are frozen": [name for name in frozen if ".default." in name],
-        "are not fp32": [name for name, p in learning.items() if p.dtype != torch.float32],
-        "are not in the optimizer": [name for name, p in learning.items() if id(p) not in optimized],
+        "are not fp32": [name for name, p in trainable.items() if p.dtype != torch.float32],
+        "are not in the optimizer": [name for name, p in trainable.items() if id(p) not in optimized],
     }
     faults = [
-        f"{len(names)} tensors {what}, for example {names[0]}" for what, names in wrong.items() if names
+        f"{len(names)} tensors {fault}, for example {names[0]}" for fault, names in tensors.items() if names
     ]
-    found = "; ".join([f"{sum(p.numel() for p in learning.values()):,} parameters learn", *faults])
-    return CheckResult("only adapters and heads learn", found, bool(learning) and not faults)
+    message = "; ".join([f"{sum(p.numel() for p in trainable.values()):,} parameters learn", *faults])
+    return CheckResult("only adapters and heads learn", message, bool(trainable) and not faults)
 
 
 def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResult]:
     """Checks that the pad token is not EOS, and that rows do not begin with BOS from both the template and the tokenizer."""
     ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
     pad = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
-    twice = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
-    begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
+    double_bos = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
+    bos_message = f"{double_bos} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
     return [
         # If the pad token is EOS, collators mask EOS, and the model never learns to stop.
         CheckResult("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
-        CheckResult("at most one BOS per row", begins, twice < max(1, len(rows))),
+        CheckResult("at most one BOS per row", bos_message, double_bos < max(1, len(rows))),
     ]
 
 
@@ -169,27 +169,29 @@ def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     """Checks that completions end with a trained EOS token. Without a trained EOS, the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # Leaves out rows that reach the length limit, because they may be truncated.
-    complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
-    ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
-    found = f"{ended} of {len(complete)} completions end with a trained EOS token"
-    return CheckResult("completions end with a trained EOS", found, ended > 0 or not complete)
+    untruncated = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
+    ended = sum(bool(ids) and ids[-1] in ends for ids in untruncated)
+    message = f"{ended} of {len(untruncated)} completions end with a trained EOS token"
+    return CheckResult("completions end with a trained EOS", message, ended > 0 or not untruncated)
 
 
 def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> CheckResult:
     """Checks that training begins right after the template's generation prompt."""
     name = "the loss starts after the generation prompt"
     if not any(prompt for prompt, _ in rows):
-        found = f"in none of {len(rows)} rows: the loss also covers the prompt, from its first token"
-        return CheckResult(name, found, False)
-    _, asks = user_header_and_generation_prompt(tokenizer)
+        message = f"in none of {len(rows)} rows: the loss also covers the prompt, from its first token"
+        return CheckResult(name, message, False)
+    _, suffix = user_header_and_generation_prompt(tokenizer)
     # Decodes only the start of a completion. Later text may contain more turns, each with its own generation prompt.
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
     # This check does not apply if the chat template marks the trained tokens ({% generation %}).
     marked = GENERATION.search(tokenizer.chat_template or "")
-    applies = asks and not marked and any(asks in text for _, text in texts)
-    after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
-    found = f"in {after} of {len(rows)} completions, training starts right after the template's last {asks!r}"
-    return CheckResult(name, found, after > 0 or not applies)
+    applies = suffix and not marked and any(suffix in text for _, text in texts)
+    aligned = sum(suffix in prompt and prompt.rfind(suffix) == text.rfind(suffix) for prompt, text in texts)
+    message = (
+        f"in {aligned} of {len(rows)} completions, training starts right after the template's last {suffix!r}"
+    )
+    return CheckResult(name, message, aligned > 0 or not applies)
 
 
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
@@ -207,37 +209,37 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
     """Checks that a batch has as many trained tokens as its rows, and that each label equals the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
-    trained = batch["labels"] != -100
-    trained[:, 0] = False  # nothing predicts the first token of a row
+    is_trained = batch["labels"] != -100
+    is_trained[:, 0] = False  # nothing predicts the first token of a row
     if "position_ids" in batch:  # packed
-        trained &= batch["position_ids"] != 0
-    count, others = int(trained.sum()), int((batch["input_ids"] != batch["labels"])[trained].sum())
-    found = f"{count} tokens are trained in a batch of {len(rows)} rows"
+        is_trained &= batch["position_ids"] != 0
+    count, mismatches = int(is_trained.sum()), int((batch["input_ids"] != batch["labels"])[is_trained].sum())
+    message = f"{count} tokens are trained in a batch of {len(rows)} rows"
     if count != expected:
-        found += f", but {expected} in the rows themselves: the collator masks or adds labels"
-    if others:
-        found += f"; {others} labels differ from the token at their position"
-    return CheckResult("labels are the rows' tokens", found, count == expected and not others)
+        message += f", but {expected} in the rows themselves: the collator masks or adds labels"
+    if mismatches:
+        message += f"; {mismatches} labels differ from the token at their position"
+    return CheckResult("labels are the rows' tokens", message, count == expected and not mismatches)
 
 
 def pairs_other_rows(trainer: Any) -> CheckResult:
     """Checks that the KL term of the first batch pairs each prompt with the completion of another row of the same step."""
     loader = trainer.get_train_dataloader()
-    drawn = next(iter(loader.batch_sampler))
-    count = len(drawn) // 2  # the second half of a batch has the paired rows
-    rows = list(trainer.train_dataset.select(drawn))
+    numbers = next(iter(loader.batch_sampler))
+    count = len(numbers) // 2  # the second half of a batch has the paired rows
+    rows = list(trainer.train_dataset.select(numbers))
     batch = loader.collate_fn([dict(row) for row in rows])
-    themselves = wrong = 0
+    self_pairs = mismatches = 0
     for i in range(count):
-        themselves += drawn[i] == drawn[count + i]
-        read = batch["KL_input_ids"][i][batch["KL_attention_mask"][i].bool()].tolist()
-        wrong += read != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
-    found = (
-        f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} have "
+        self_pairs += numbers[i] == numbers[count + i]
+        ids = batch["KL_input_ids"][i][batch["KL_attention_mask"][i].bool()].tolist()
+        mismatches += ids != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
+    message = (
+        f"of {count} rows in the first micro-batch, {self_pairs} are paired with their own completion, and {mismatches} have "
         "tokens that differ from those of their pair"
     )
-    holds = not wrong and (not themselves or len(trainer.train_dataset) == 1)
-    return CheckResult("the KL term pairs prompts with other rows' completions", found, holds)
+    holds = not mismatches and (not self_pairs or len(trainer.train_dataset) == 1)
+    return CheckResult("the KL term pairs prompts with other rows' completions", message, holds)
 
 
 # ---------------------------------------------------------------------------- numbers of a batch, and of single rows
@@ -248,11 +250,11 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResul
     # TRL's rewards are beta times the log-ratio of policy and reference.
     metrics = trainer._metrics["eval"]
     rewards = {side: metrics[f"rewards/{side}"][-1] for side in SIDES if f"rewards/{side}" in metrics}
-    found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
+    message = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))
     limit = rounding_tolerance(trainer, model) * trainer.args.beta * longest
     holds = all(abs(value) <= limit for value in rewards.values())
-    return CheckResult("the policy starts as the reference", found, holds)
+    return CheckResult("the policy starts as the reference", message, holds)
 
 
 # ([(name, the trainer's number on a padded batch, the number from single rows)], largest difference that rounding can explain).
@@ -267,24 +269,24 @@ def sft_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
         return [], 0.0
     loss = float(trainer.compute_loss(model, collate_rows(trainer, model, rows)))
     parts = [part for row in rows for part in _unpacked(row)]
-    learned = [torch.tensor(part["labels"][1:]) != -100 for part in parts]
-    logprobs = [logprobs_alone(model, part["input_ids"])[at] for part, at in zip(parts, learned, strict=True)]
-    alone = -float(torch.cat(logprobs).mean())
-    return [("loss", loss, alone)], rounding_tolerance(trainer, model) * max(1.0, alone)
+    masks = [torch.tensor(part["labels"][1:]) != -100 for part in parts]
+    logprobs = [logprobs_alone(model, part["input_ids"])[m] for part, m in zip(parts, masks, strict=True)]
+    expected = -float(torch.cat(logprobs).mean())
+    return [("loss", loss, expected)], rounding_tolerance(trainer, model) * max(1.0, expected)
 
 
 def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     """Compares the model's scores with the head's output, in fp32, on the last token of each row."""
-    batch, bare = collate_rows(trainer, model, rows), model.get_base_model()
+    batch, base = collate_rows(trainer, model, rows), model.get_base_model()
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten()
-    head = next(p for name, p in bare.named_parameters() if is_head(name) and "default" in name).float()
-    alone = []
+    head = next(p for name, p in base.named_parameters() if is_head(name) and "default" in name).float()
+    expected = []
     for ids in [row[f"{side}_ids"] for side in SIDES for row in rows]:
         with trainer.compute_loss_context_manager():
-            hidden = bare.base_model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state
-        alone.append(float(head.flatten() @ hidden[0, -1].float()))
-    limit = rounding_tolerance(trainer, model) * max(1.0, *map(abs, alone))
-    return [("score", *pair) for pair in zip(scores.tolist(), alone, strict=True)], limit
+            hidden = base.base_model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state
+        expected.append(float(head.flatten() @ hidden[0, -1].float()))
+    limit = rounding_tolerance(trainer, model) * max(1.0, *map(abs, expected))
+    return [("score", *pair) for pair in zip(scores.tolist(), expected, strict=True)], limit
 
 
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
@@ -306,14 +308,14 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                 else:
                     completions = {side: row[f"{side}_ids"] for side in SIDES}
                 for side, completion in completions.items():
-                    alone = completion_logprob(model, row["prompt_ids"], completion)
-                    logprobs.setdefault(side, []).append(alone)
-        for side, some in logprobs.items():
-            by_trainer = sum(metrics[f"logps/{side}"])
+                    logprob = completion_logprob(model, row["prompt_ids"], completion)
+                    logprobs.setdefault(side, []).append(logprob)
+        for side, values in logprobs.items():
+            reported = sum(metrics[f"logps/{side}"])
             if role == "reference":  # TRL's reward is beta times the log-ratio
-                by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
-            numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
-    return numbers, rounding_tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
+                reported -= sum(metrics[f"rewards/{side}"]) / trainer.beta
+            numbers.append((f"the {role}'s log-prob of the {side}", reported, sum(values) / len(values)))
+    return numbers, rounding_tolerance(trainer, model) * max(1.0, *(abs(logprob) for *_, logprob in numbers))
 
 
 NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto": preference_numbers}
@@ -338,7 +340,7 @@ def affordable_rows(model: Any, rows: list[Row]) -> list[Row]:
 def collate_rows(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
     """Returns the trainer's batch of some rows, on the model's device. In kto, each row is paired with the previous row."""
     if "label" in rows[0]:
-        rows = [pair_rows(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
+        rows = [pair_rows(row, partner) for row, partner in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
     return {k: value.to(model.device) if isinstance(value, Tensor) else value for k, value in batch.items()}
 

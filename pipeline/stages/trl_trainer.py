@@ -62,7 +62,7 @@ class Reporter(TrainerCallback):
         self.worker, self.trainer, self.best = worker, trainer, best
         self.evaluating: Bar | None = None  # progress of the current evaluation
         self.device = torch.device(worker.device)
-        self.begun = self.seconds = 0.0  # start of the step; duration of the steps since the last log line
+        self.start = self.seconds = 0.0  # start of the step; duration of the steps since the last log line
         self.tokens = 0  # number of tokens of all workers up to the last log line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -74,12 +74,12 @@ class Reporter(TrainerCallback):
         self.tokens = self.trainer._total_train_tokens  # private in TRL 1.16; see save_sums
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begun = time.monotonic()
+        self.start = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.device.type == "cuda":  # waits for the kernels of the step
             torch.cuda.synchronize(self.device)
-        self.seconds += time.monotonic() - self.begun
+        self.seconds += time.monotonic() - self.start
         if self.worker.notice.poll(state.global_step):
             control.should_save = True
 
@@ -89,7 +89,7 @@ class Reporter(TrainerCallback):
         if not tokens or not seconds:
             return {}
         self.tokens, self.seconds = self.tokens + tokens, 0.0
-        found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
+        rates = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
             # only activations have gradients. The FLOPs of recomputed activations are not included (Chowdhery et al. 2022, PaLM,
@@ -98,8 +98,8 @@ class Reporter(TrainerCallback):
             passes = 2 + spec.keeps_reference + spec.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
             flops = 2 * base.num_parameters() * tokens * passes
-            found["mfu"] = flops / (seconds * peak * self.worker.world)
-        return found
+            rates["mfu"] = flops / (seconds * peak * self.worker.world)
+        return rates
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **_: Any) -> None:
         if self.worker.rank:
@@ -131,8 +131,8 @@ class Reporter(TrainerCallback):
 
 def _sums_file(worker: Worker, folder: str) -> str:
     """Returns this rank's file of metric sums, or the file of rank 0 if the checkpoint has no file of this rank."""
-    own = os.path.join(folder, f"sums_{worker.rank}.json")
-    return own if os.path.exists(own) else os.path.join(folder, "sums_0.json")
+    path = os.path.join(folder, f"sums_{worker.rank}.json")
+    return path if os.path.exists(path) else os.path.join(folder, "sums_0.json")
 
 
 def _numbers(entry: dict[str, Any]) -> dict[str, float]:
@@ -201,10 +201,10 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     if adapter is None:
         # On a 4-bit base, TRL rounds the adapter to bf16 after it has copied the adapter to `ref`. Restores the values from `ref`
         # (trl 1.16, DPOTrainer and KTOTrainer). Remove this code together with the cast in `train_trl`.
-        named = dict(trainer.model.named_parameters())
-        for name, parameter in named.items():
+        parameters = dict(trainer.model.named_parameters())
+        for name, parameter in parameters.items():
             if parameter.requires_grad:
-                parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
+                parameter.data = parameters[name.replace(".default.", ".ref.")].data.float().clone()
     if "reference" in worker.work.named:  # `reference` is a key of dpo: another adapter, or `base`
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
@@ -218,14 +218,14 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
 
 
 def make_trainer(
-    trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any
+    trainer_class: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any
 ) -> Any:
     """Returns a TRL trainer, with a new adapter unless `lora` is None. Raises InputError if peft rejects `lora`."""
     from peft import LoraConfig
 
     with errors_of_peft("lora"):
         adapter = None if lora is None else LoraConfig(task_type=task_type, **lora)
-        return trainer(peft_config=adapter, **options)
+        return trainer_class(peft_config=adapter, **options)
 
 
 def train_trl(worker: Worker, trainer: Any) -> Outcome:
@@ -246,24 +246,24 @@ def train_trl(worker: Worker, trainer: Any) -> Outcome:
     shards = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
-    learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = best.make_tracker(worker.work.run, worker.work.gate, learning, worker.report)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    tracker = best.make_tracker(worker.work.run, worker.work.gate, parameters, worker.report)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Reporter(worker, trainer, tracked))
+    trainer.add_callback(Reporter(worker, trainer, tracker))
     if worker.rank == 0:
         evaluates = trainer.args.eval_on_start and not worker.resume
         count = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
         print(f"evaluating {count} held-out rows, then training" if evaluates else "training", flush=True)
-    metrics = _train(worker, trainer, tracked)
+    metrics = _train(worker, trainer, tracker)
     last = trainer.state.global_step
     if trainer.eval_dataset is not None and last not in _evaluations(trainer):
         trainer.evaluate()
-    kept = tracked.restore() if tracked else None
-    end = best.describe_end(tracked, kept, last, trainer.state.max_steps)
+    best_step = tracker.restore() if tracker else None
+    end = best.describe_end(tracker, best_step, last, trainer.state.max_steps)
     if trainer.eval_dataset is not None:
-        evaluated = _evaluations(trainer)
+        evaluations = _evaluations(trainer)
         for prefix, step in (("eval_", end["kept"]["step"]), ("initial_", 0)):
-            for key, value in evaluated.get(step, {}).items():
+            for key, value in evaluations.get(step, {}).items():
                 if key.startswith("eval_"):
                     metrics[prefix + key.removeprefix("eval_")] = float(value)
     return Outcome(metrics, end, {"tokens": int(trainer._total_train_tokens)})
@@ -294,12 +294,12 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
             return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
     # TRL's RewardTrainer adds means over the last few steps, which do not describe the run.
-    kept = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
-    metrics = {key: float(value) for key, value in summary.items() if key in kept}
+    keys = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
+    metrics = {key: float(value) for key, value in summary.items() if key in keys}
     total = trainer._total_loss_scalar
     if worker.world > 1:  # transformers 5.23 sums only this rank's losses since the last log line
-        mine = trainer._tr_loss
-        total += (trainer.accelerator.gather(mine).mean() - mine).item()
+        loss = trainer._tr_loss
+        total += (trainer.accelerator.gather(loss).mean() - loss).item()
     metrics["train_loss"] = total / max(1, trainer.state.global_step)
     return metrics
 
@@ -307,10 +307,10 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
 def finish_trl(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     """Saves the trained adapter, and checks on a few training rows that it reloads unchanged."""
     rows = trainer.train_dataset
-    few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
+    samples = [dict(row) for row in rows.select(range(min(4, len(rows))))]
     # A row has one sequence, a prompt with a completion, or a pair. The chosen completion of a pair may include the prompt.
     keys = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids")
-    probe = [[token for key in keys for token in row.get(key, ())] for row in few]
+    probe = [[token for key in keys for token in row.get(key, ())] for row in samples]
     return worker.finish(
         outcome,
         save=lambda folder: save_adapter(trainer, folder),
@@ -332,11 +332,11 @@ def save_adapter(trainer: Any, folder: str) -> dict[str, Any]:
 
     def output(ids: list[int]) -> float:
         """Returns the score of a reward model, or else the mean log-prob of the tokens after the first."""
-        found = row_logits(model.eval(), ids)
-        if found.ndim == 2:
-            return float(found)
+        logits = row_logits(model.eval(), ids)
+        if logits.ndim == 2:
+            return float(logits)
         actions = torch.tensor(ids[1:]).unsqueeze(-1)
-        return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
+        return float(logits[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
     vocab_size = model.config.get_text_config().vocab_size
     precision = trl_checks.trainer_precision(trainer, model)
@@ -350,11 +350,11 @@ def adapter_outputs(trainer: Any, rows: list[list[int]], folder: str | None = No
     if folder:
         model.load_adapter(folder, adapter_name="reloaded", is_trainable=False)
         model.set_adapter("reloaded")
-    found = [row_logits(model, row) for row in rows]
+    outputs = [row_logits(model, row) for row in rows]
     if folder:
         model.set_adapter("default")
         model.delete_adapter("reloaded")
-    return found
+    return outputs
 
 
 @torch.no_grad()

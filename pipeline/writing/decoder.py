@@ -60,8 +60,8 @@ class SlotDecoder(Decoder):
         self.kinds = set(getattr(config, "layer_types", None) or ())
         self.masked = self._takes_masks(config)
         # A CUDA graph cannot contain the collectives that gather a sharded base.
-        wanted = shared.device.type == "cuda" and not shared.sharded if graphs is None else graphs
-        self.graphs = Steps(self._forward, self._take_back) if wanted and self.masked else None
+        uses_graphs = shared.device.type == "cuda" and not shared.sharded if graphs is None else graphs
+        self.graphs = Steps(self._forward, self._take_back) if uses_graphs and self.masked else None
         self.look = look
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache, or None if there are no rows
@@ -100,7 +100,7 @@ class SlotDecoder(Decoder):
             return not self.rows and len(joining[0].prompt) == len(row.prompt)
         if self.max_positions is None:
             return True
-        longest = max(one.positions for one in (*self.rows, *joining, row))
+        longest = max(x.positions for x in (*self.rows, *joining, row))
         slots, positions = self.cache.size_with(count, longest) if self.cache else (count, longest)
         return slots * positions <= self.max_positions
 
@@ -114,8 +114,8 @@ class SlotDecoder(Decoder):
             self.cache.reserve(*size)
         hidden = self._read(rows)
         self.cache.lengths[first : size[0]] = torch.tensor([len(row.prompt) for row in rows], device=device)
-        new = RowSettings.of(rows, device)
-        self.settings = self.settings.and_of(new) if self.settings else new
+        settings = RowSettings.of(rows, device)
+        self.settings = self.settings.and_of(settings) if self.settings else settings
         self.rows = [*self.rows, *rows]
         self._look_at_rows()
         with self.shared.use_each([row.role for row in rows]):
@@ -129,9 +129,9 @@ class SlotDecoder(Decoder):
             return
         roles = [row.role for row in self.rows]
         graphs = self.graphs if len(set(roles)) == 1 and self.graphs and self.graphs.works else None
-        look = self.look or (STEPS_PER_GRAPH if graphs else STEPS_PER_CHECK[self.shared.device.type])
-        steps = min(look, *(row.sampling.max_new_tokens - len(row.tokens) for row in self.rows))
-        found = []
+        interval = self.look or (STEPS_PER_GRAPH if graphs else STEPS_PER_CHECK[self.shared.device.type])
+        steps = min(interval, *(row.sampling.max_new_tokens - len(row.tokens) for row in self.rows))
+        draws = []
         with self.shared.use_each(roles):
             for ahead in reversed(range(steps)):
                 self.longest += 1
@@ -141,8 +141,8 @@ class SlotDecoder(Decoder):
                     hidden = graphs((count, seen, roles[0]), count, seen, ahead)
                 else:
                     hidden = self._forward(count, seen)
-                found.append(self._draw(hidden, slice(0, count)))
-        self._note(found, 0)
+                draws.append(self._draw(hidden, slice(0, count)))
+        self._note(draws, 0)
 
     # ------------------------------------------------------------------------------------------ forwards
 
@@ -153,24 +153,24 @@ class SlotDecoder(Decoder):
         for slot, row in enumerate(rows, first):
             slots_of.setdefault((row.role, *row.prompt) if self.share else slot, []).append(slot)
         slots = list(slots_of.values())
-        distinct = [rows[each[0] - first] for each in slots]
+        distinct = [rows[group[0] - first] for group in slots]
         lengths = [len(row.prompt) for row in distinct]
-        parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
+        batches = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
         if cache.other_layers:  # layers without slots need all prompts in one forward
-            parts = [list(range(len(distinct)))]
+            batches = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
-        for part in parts:
-            width = max(lengths[i] for i in part)
+        for batch in batches:
+            width = max(lengths[i] for i in batch)
             ids = torch.tensor(
-                [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in part], device=device
+                [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in batch], device=device
             )
-            places = sorted((slot, at) for at, i in enumerate(part) for slot in slots[i])
-            into, prompts = torch.tensor(places, device=device).T
-            cache.joining = into, prompts
-            with self.shared.use_each([distinct[i].role for i in part]):
-                hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(part), -1))
-            last = torch.tensor([lengths[i] - 1 for i in part], device=device)
-            states |= zip((slot for slot, _ in places), hidden[prompts, last[prompts]], strict=True)
+            pairs = sorted((slot, index) for index, i in enumerate(batch) for slot in slots[i])
+            targets, prompts = torch.tensor(pairs, device=device).T
+            cache.joining = targets, prompts
+            with self.shared.use_each([distinct[i].role for i in batch]):
+                hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(batch), -1))
+            last = torch.tensor([lengths[i] - 1 for i in batch], device=device)
+            states |= zip((slot for slot, _ in pairs), hidden[prompts, last[prompts]], strict=True)
             for layer in cache.other_layers:
                 layer.reorder_cache(prompts)
         cache.joining = None
@@ -199,12 +199,12 @@ class SlotDecoder(Decoder):
 
         For a model with full attention and sliding windows, returns {kind of layer: mask}.
         """
-        columns, own = self.cache.columns[:seen], lengths.unsqueeze(-1)
-        full = columns <= own
-        slides = any(layer.is_sliding for layer in self.cache.slot_layers)
-        window = full & (columns > own - self.window) if slides and self.window else full
+        columns, newest = self.cache.columns[:seen], lengths.unsqueeze(-1)
+        visible = columns <= newest
+        has_sliding = any(layer.is_sliding for layer in self.cache.slot_layers)
+        window = visible & (columns > newest - self.window) if has_sliding and self.window else visible
         if {"full_attention", "sliding_attention"} <= self.kinds:
-            return {"full_attention": self._bias(full), "sliding_attention": self._bias(window)}
+            return {"full_attention": self._bias(visible), "sliding_attention": self._bias(window)}
         return self._bias(window)
 
     def _bias(self, mask: Tensor) -> Tensor:
@@ -232,32 +232,32 @@ class SlotDecoder(Decoder):
         """Draws the next token of the given rows from the hidden states of their last tokens."""
         assert self.settings
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
-        logits, drawing = self.shared.logits(hidden), self.rows[rows]
-        if any(row.sampling.min_new_tokens for row in drawing):
-            logits = bar_tokens(logits, written < minimum, drawing[0].sampling.eos)
-        nucleus = any(row.sampling.top_p < 1 for row in drawing)
+        logits, drawn_rows = self.shared.logits(hidden), self.rows[rows]
+        if any(row.sampling.min_new_tokens for row in drawn_rows):
+            logits = bar_tokens(logits, written < minimum, drawn_rows[0].sampling.eos)
+        nucleus = any(row.sampling.top_p < 1 for row in drawn_rows)
         token, logprob = draw_tokens(
             logits,
             noise.gather(1, written.unsqueeze(-1)).squeeze(-1),
             temperature,
             top_p if nucleus else None,
-            [row.sampling.temperature == 0 for row in drawing],
+            [row.sampling.temperature == 0 for row in drawn_rows],
         )
         alternatives = None
-        if any(row.top is not None for row in drawing):
-            of_model = logits.log_softmax(-1)
-            reports = torch.tensor([row.top is not None for row in drawing], device=logits.device)
-            logprob = of_model.gather(-1, token.unsqueeze(-1)).squeeze(-1).where(reports, logprob)
-            if most := max(row.top or 0 for row in drawing):
-                alternatives = of_model.topk(most, dim=-1)
+        if any(row.top is not None for row in drawn_rows):
+            model_logprobs = logits.log_softmax(-1)
+            reports_model = torch.tensor([row.top is not None for row in drawn_rows], device=logits.device)
+            logprob = model_logprobs.gather(-1, token.unsqueeze(-1)).squeeze(-1).where(reports_model, logprob)
+            if top_k := max(row.top or 0 for row in drawn_rows):
+                alternatives = model_logprobs.topk(top_k, dim=-1)
         self.cache.newest[rows] = token
         written += 1
         return token, logprob, alternatives
 
-    def _note(self, found: list[Drawn], first: int) -> None:
+    def _note(self, draws: list[Drawn], first: int) -> None:
         """Appends drawn tokens to the rows from index `first` on, and removes finished rows."""
-        tokens, logprobs = (torch.stack([step[i] for step in found], 1).tolist() for i in (0, 1))
-        tops = [(x.indices.tolist(), x.values.tolist()) if x else None for _, _, x in found]
+        tokens, logprobs = (torch.stack([step[i] for step in draws], 1).tolist() for i in (0, 1))
+        tops = [(x.indices.tolist(), x.values.tolist()) if x else None for _, _, x in draws]
         for i, row in enumerate(self.rows[first:]):
             for token, logprob, top in zip(tokens[i], logprobs[i], tops, strict=True):
                 if row.done:
@@ -272,14 +272,14 @@ class SlotDecoder(Decoder):
 
     def _leave(self) -> None:
         """Removes finished rows. Frees the cache when no row is left."""
-        going = [not row.done for row in self.rows]
-        if all(going):
+        live = [not row.done for row in self.rows]
+        if all(live):
             return
-        if not any(going):
+        if not any(live):
             self.reset()
             return
         assert self.settings
-        order = live_first(going)
+        order = live_first(live)
         self.settings = self.settings.take(torch.tensor(order, device=self.shared.device))
         self.cache.keep(order, self.longest)
         self.rows = [self.rows[i] for i in order]
@@ -299,10 +299,10 @@ class SlotDecoder(Decoder):
         Raises InputError if the log-probs differ from a forward without a cache."""
         shared, size = self.shared, min(self.shared.vocab_size, 97)
         limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
-        why, worst = "log-probs of decoding differ from those of a forward without a cache", 0.0
+        reason, worst = "log-probs of decoding differ from those of a forward without a cache", 0.0
         prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
-        greedy = [Sampling(most, (), temperature=0.0) for most in (1, 4, 3)]
-        rows = [Row(prompt, 0, how, top=1) for prompt, how in zip(prompts, greedy, strict=True)]
+        greedy = [Sampling(length, (), temperature=0.0) for length in (1, 4, 3)]
+        rows = [Row(prompt, 0, sampling, top=1) for prompt, sampling in zip(prompts, greedy, strict=True)]
         waiting = list(rows)
         try:
             while waiting or self.rows:
@@ -312,17 +312,17 @@ class SlotDecoder(Decoder):
             for row in rows:
                 ids = torch.tensor([[*row.prompt, *row.tokens]], device=shared.device)
                 expected = shared.logits(shared.hidden(None, ids))[0].log_softmax(-1)
-                written = zip(row.tokens, row.logprobs, strict=True)
-                for at, (token, logprob) in enumerate(written, len(row.prompt)):
-                    apart = (expected[at - 1, token] - logprob).abs()
-                    worst = max(worst, float(apart.nan_to_num(torch.inf)))
+                drawn = zip(row.tokens, row.logprobs, strict=True)
+                for position, (token, logprob) in enumerate(drawn, len(row.prompt)):
+                    difference = (expected[position - 1, token] - logprob).abs()
+                    worst = max(worst, float(difference.nan_to_num(torch.inf)))
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
-            worst, why = torch.inf, in_brief(error)
+            worst, reason = torch.inf, in_brief(error)
         if worst > limit:
             raise InputError(
-                f"{type(shared.base).__name__}: rows cannot be decoded together on this base ({why}); expected a decoder-only "
+                f"{type(shared.base).__name__}: rows cannot be decoded together on this base ({reason}); expected a decoder-only "
                 "model such as Llama, Mistral, Gemma or Qwen",
                 key="model.name_or_path",
             )

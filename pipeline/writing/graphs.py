@@ -75,10 +75,10 @@ class Steps:
                 hidden = self.step(rows, seen)
         return hidden
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         self.works = False
         self.forget()
-        print(f"note: decoding without CUDA graphs: {why}", flush=True)
+        print(f"note: decoding without CUDA graphs: {reason}", flush=True)
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Records a step. Returns a function that replays the step, and the tensor to which each replay writes."""

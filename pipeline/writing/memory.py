@@ -24,17 +24,17 @@ def kv_bytes(config: Any, itemsize: int) -> int:
     return 2 * config.num_hidden_layers * heads * size * itemsize
 
 
-def decoding_rows(shared: Any, most: int, longest: int) -> tuple[int, float]:
-    """Returns (rows, bytes): the number of completions to decode at the same time, at most `most`, and the memory for them.
+def decoding_rows(shared: Any, max_rows: int, longest: int) -> tuple[int, float]:
+    """Returns (rows, bytes): the number of completions to decode at the same time, at most `max_rows`, and the memory for them.
 
     Args:
         shared: the SharedBase.
         longest: maximum tokens of a prompt with its completion.
     """
     config = shared.base.config.get_text_config()
-    row = kv_bytes(config, shared.base.dtype.itemsize) * longest + SAMPLING_BYTES * shared.vocab_size
-    room = DECODING_SHARE * free_bytes(shared.device)
-    return (max(1, int(room // row)) if room < most * row else most), room
+    row_bytes = kv_bytes(config, shared.base.dtype.itemsize) * longest + SAMPLING_BYTES * shared.vocab_size
+    memory = DECODING_SHARE * free_bytes(shared.device)
+    return (max(1, int(memory // row_bytes)) if memory < max_rows * row_bytes else max_rows), memory
 
 
 def free_bytes(device: Any) -> float:
@@ -50,11 +50,11 @@ def free_bytes(device: Any) -> float:
 
 def free_of_node() -> float:
     """Returns the bytes of memory available here, within the container's limit, or infinity if unknown."""
-    found = [math.inf]
+    available = [math.inf]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         lines = meminfo.read_text().splitlines()
-        found += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
+        available += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),  # cgroup version 1
@@ -65,8 +65,8 @@ def free_of_node() -> float:
         except (OSError, ValueError):  # if there is no limit, the file is missing or contains "max"
             continue
         # Cached files count as used memory, but the kernel evicts them if memory is short.
-        found.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
-    return max(0.0, min(found))
+        available.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
+    return max(0.0, min(available))
 
 
 def memory_share(total: float, free: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:

@@ -70,8 +70,8 @@ class Row:
 
     @property
     def done(self) -> bool:
-        full = len(self.tokens) >= self.sampling.max_new_tokens
-        return self.ended or self.cancelled or full or self.error is not None
+        is_full = len(self.tokens) >= self.sampling.max_new_tokens
+        return self.ended or self.cancelled or is_full or self.error is not None
 
     @property
     def positions(self) -> int:
@@ -151,12 +151,12 @@ class RowSettings(NamedTuple):
         for i, row in enumerate(rows):
             if row.sampling.temperature:
                 noise[i, : row.sampling.max_new_tokens] = uniforms(row)
-        how = [row.sampling for row in rows]
+        samplings = [row.sampling for row in rows]
         return cls(
             torch.from_numpy(noise).to(device),
-            torch.tensor([one.temperature for one in how], device=device),
-            torch.tensor([one.top_p for one in how], device=device),
-            torch.tensor([one.min_new_tokens for one in how], device=device),
+            torch.tensor([sampling.temperature for sampling in samplings], device=device),
+            torch.tensor([sampling.top_p for sampling in samplings], device=device),
+            torch.tensor([sampling.min_new_tokens for sampling in samplings], device=device),
             torch.tensor([len(row.tokens) for row in rows], device=device),
         )
 
@@ -167,8 +167,8 @@ class RowSettings(NamedTuple):
         """Returns the settings of these rows followed by the settings of the rows in `others`."""
         width = max(self.noise.shape[1], others.noise.shape[1])
         noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
-        rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
-        return RowSettings(torch.cat(noise), *rest)
+        merged = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
+        return RowSettings(torch.cat(noise), *merged)
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -199,12 +199,12 @@ def draw_tokens(
     if any(greedy):
         temperature = temperature.where(temperature > 0, 1.0)
     probabilities = (logits / temperature.unsqueeze(-1)).softmax(-1)
-    kept = probabilities
+    nucleus = probabilities
     if top_p is not None:
         ordered, index = probabilities.sort(dim=-1, descending=True)
-        likely = ordered.cumsum(-1) - ordered < top_p.unsqueeze(-1)
-        kept = torch.zeros_like(probabilities).scatter(-1, index, ordered * likely)
-    cumulative = kept.cumsum(-1, dtype=torch.float64)
+        in_nucleus = ordered.cumsum(-1) - ordered < top_p.unsqueeze(-1)
+        nucleus = torch.zeros_like(probabilities).scatter(-1, index, ordered * in_nucleus)
+    cumulative = nucleus.cumsum(-1, dtype=torch.float64)
     # right=True finds the first cumulative sum greater than the noise, so a token with probability 0 is never drawn.
     token = torch.searchsorted(cumulative, noise.unsqueeze(-1) * cumulative[:, -1:], right=True)
     token = token.clamp(max=logits.shape[-1] - 1).squeeze(-1)

@@ -44,12 +44,12 @@ class Slots(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count = self.cache, len(key_states)
-        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+        for cached, new in ((self.keys, key_states), (self.values, value_states)):
             if cache.joining is not None:
                 slots, prompts = cache.joining
-                kept[slots, :, : new.shape[2]] = new[prompts]
+                cached[slots, :, : new.shape[2]] = new[prompts]
             else:
-                kept[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
+                cached[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
         if cache.joining is not None:  # the tokens of a prompt attend only to this prompt
             return key_states, value_states
         return self.keys[:count, :, : cache.seen], self.values[:count, :, : cache.seen]
@@ -61,10 +61,10 @@ class Slots(DynamicLayer):
         """Reallocates the layer's tensors for the cache's new numbers of slots and positions."""
         if not self.is_initialized:
             return
-        old = self.keys, self.values
-        self.lazy_initialization(*old)
-        for kept, states in zip((self.keys, self.values), old, strict=True):
-            kept[: states.shape[0], :, : states.shape[2]] = states
+        previous = self.keys, self.values
+        self.lazy_initialization(*previous)
+        for cached, states in zip((self.keys, self.values), previous, strict=True):
+            cached[: states.shape[0], :, : states.shape[2]] = states
 
 
 class SlotCache(DynamicCache):
@@ -72,11 +72,11 @@ class SlotCache(DynamicCache):
 
     def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
         super().__init__(config=config)
-        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        slot_types = (DynamicLayer, DynamicSlidingWindowLayer)
         # Layers without keys and values for each position, such as convolutions.
-        self.other_layers = [layer for layer in self.layers if type(layer) not in plain]
+        self.other_layers = [layer for layer in self.layers if type(layer) not in slot_types]
         self.layers: list[Any] = [
-            Slots(self, layer.is_sliding) if type(layer) in plain else layer for layer in self.layers
+            Slots(self, layer.is_sliding) if type(layer) in slot_types else layer for layer in self.layers
         ]
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, Slots)]
         self.slots, self.positions = slots, positions
@@ -96,10 +96,10 @@ class SlotCache(DynamicCache):
         size = self.size_with(slots, positions)
         if size == (self.slots, self.positions):
             return
-        more = size[0] - self.slots
+        added = size[0] - self.slots
         self.slots, self.positions = size
         self.order, self.columns = (torch.arange(count, device=self.order.device) for count in size)
-        self.lengths, self.newest = (pad(values, (0, more)) for values in (self.lengths, self.newest))
+        self.lengths, self.newest = (pad(values, (0, added)) for values in (self.lengths, self.newest))
         for layer in self.slot_layers:
             layer.resize()
 
@@ -110,11 +110,11 @@ class SlotCache(DynamicCache):
             filled: number of tokens in the longest row.
         """
         index = torch.tensor(order, dtype=torch.long, device=self.order.device)
-        if moves := [(to, row) for to, row in enumerate(order) if to != row]:
-            to, row = torch.tensor(moves, device=self.order.device).T
+        if moves := [(slot, row) for slot, row in enumerate(order) if slot != row]:
+            slot, row = torch.tensor(moves, device=self.order.device).T
             for layer in self.slot_layers:
                 for states in (layer.keys, layer.values):
-                    states[to, :, :filled] = states[row, :, :filled]
+                    states[slot, :, :filled] = states[row, :, :filled]
         for layer in self.other_layers:
             layer.reorder_cache(index)
         for values in (self.lengths, self.newest):

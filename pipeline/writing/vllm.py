@@ -72,12 +72,12 @@ class VllmDecoder(Decoder):
         if role is None:
             return
         assert self.shared
-        number, before = next(self.numbers), self.adapters.get(role)
+        number, previous = next(self.numbers), self.adapters.get(role)
         folder = self.folder / str(number)
         self.shared.save(role, folder)
         self._register(role, str(number), number, str(folder))
-        if before:
-            shutil.rmtree(self.folder / before.lora_name, ignore_errors=True)
+        if previous:
+            shutil.rmtree(self.folder / previous.lora_name, ignore_errors=True)
 
     def _register(self, role: str, name: str, number: int, folder: str) -> None:
         from vllm.lora.request import LoRARequest
@@ -95,14 +95,14 @@ class VllmDecoder(Decoder):
         )
         return [
             Completion(
-                list(written.token_ids),  # token ids, including the end-of-sequence token
-                written.finish_reason == "stop",
+                list(result.token_ids),  # token ids, including the end-of-sequence token
+                result.finish_reason == "stop",
                 [
-                    float(known[token].logprob)
-                    for known, token in zip(written.logprobs, written.token_ids, strict=True)
+                    float(candidates[token].logprob)
+                    for candidates, token in zip(result.logprobs, result.token_ids, strict=True)
                 ],
             )
-            for written in (output.outputs[0] for output in outputs)
+            for result in (output.outputs[0] for output in outputs)
         ]
 
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
@@ -128,9 +128,9 @@ class VllmDecoder(Decoder):
 
     def step(self) -> None:
         engine = self.llm.llm_engine
-        if gone := [name for name, row in self.requests.items() if row.cancelled]:
-            engine.abort_request(gone)
-            for name in gone:
+        if cancelled := [name for name, row in self.requests.items() if row.cancelled]:
+            engine.abort_request(cancelled)
+            for name in cancelled:
                 del self.requests[name]
         for output in engine.step() if self.requests else ():
             if row := self.requests.get(output.request_id):  # None if the row was cancelled
@@ -138,18 +138,18 @@ class VllmDecoder(Decoder):
 
     def _note(self, row: Row, output: Any) -> None:
         """Appends new tokens to their row, and removes the row after its last token."""
-        [written] = output.outputs
-        for i, token in enumerate(written.token_ids):
-            known = written.logprobs[i] if row.top is not None else {}
-            ranked = sorted((found.rank, other, found.logprob) for other, found in known.items())
+        [result] = output.outputs
+        for i, token in enumerate(result.token_ids):
+            candidates = result.logprobs[i] if row.top is not None else {}
+            ranked = sorted((entry.rank, option, entry.logprob) for option, entry in candidates.items())
             row.tokens.append(token)
-            row.logprobs.append(known[token].logprob if known else 0.0)
-            row.tops.append([(other, logprob) for rank, other, logprob in ranked if rank <= (row.top or 0)])
+            row.logprobs.append(candidates[token].logprob if candidates else 0.0)
+            row.tops.append([(option, logprob) for rank, option, logprob in ranked if rank <= (row.top or 0)])
         if output.finished:
             del self.requests[output.request_id]
-            row.ended = written.finish_reason == "stop"
+            row.ended = result.finish_reason == "stop"
             if not row.done:
-                row.error = RuntimeError(f"vLLM ended the completion early ({written.finish_reason})")
+                row.error = RuntimeError(f"vLLM ended the completion early ({result.finish_reason})")
 
     def reset(self) -> None:
         """Removes all rows and raises RuntimeError, because vLLM cannot continue after an error in its process."""
@@ -224,8 +224,8 @@ def largest_lora_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
     configs = [shared.configs[role] for role in roles if role]
     for config in configs:
         if ignored := lora.ignored_by_vllm(vars(config)):
-            why = f"vLLM ignores {ignored} of an adapter; train an adapter without lora.{ignored}"
-            raise InputError(why, "rollout.engine")
+            problem = f"vLLM ignores {ignored} of an adapter; train an adapter without lora.{ignored}"
+            raise InputError(problem, "rollout.engine")
     return max((config.r for config in configs), default=0)
 
 
@@ -249,8 +249,8 @@ def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
         return
     key, index = "CUDA_VISIBLE_DEVICES", torch.cuda.current_device() if device.index is None else device.index
     visible = os.environ.get(key)
-    every = visible.split(",") if visible else [str(i) for i in range(index + count)]
-    os.environ[key] = ",".join(every[index : index + count])
+    devices = visible.split(",") if visible else [str(i) for i in range(index + count)]
+    os.environ[key] = ",".join(devices[index : index + count])
     try:
         yield
     finally:

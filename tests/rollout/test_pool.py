@@ -137,7 +137,7 @@ async def test_a_chunk_whose_workers_keep_dying_ends_the_run(preempted, restarte
     if preempted:
         waiting.cancel()
         return
-    with pytest.raises(Failure, match=f"lost {MAX_ATTEMPTS} rollout workers"):
+    with pytest.raises(Failure, match=f"{MAX_ATTEMPTS} rollout workers died"):
         await waiting
 
 

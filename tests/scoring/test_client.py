@@ -136,7 +136,7 @@ def test_the_cost_of_unusable_answers_is_counted(tmp_path):
     ]
     with judging(lambda asked: said.pop(0)) as server:
         judge = reward(server, tmp_path)
-        judge.client.named = True
+        judge.client.confirmed = True
         judge.checked(samples(1))
         totals = judge.client.store.totals["run"]
         assert totals["calls"] == 3 and totals["answered"] == 20 + len("Score: 5") // 4

@@ -89,29 +89,29 @@ def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResul
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
     losses.fill_advantages(trainer.args, trainer.rollout_config, shifted, trainer.kl_coef)
-    result, other = (_compared(trainer, one) for one in (episodes, shifted))
-    return result if result.holds is False else other
+    result, shifted_result = (_compared(trainer, variant) for variant in (episodes, shifted))
+    return result if result.holds is False else shifted_result
 
 
 def _compared(trainer: Learner, episodes: Episodes) -> CheckResult:
     args, config = trainer.args, trainer.rollout_config
     rows = sorted(chain(*gather(_rows(episodes))), key=lambda row: row.indices)
-    paid = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
+    rewards = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
     if args.whiten_rewards:
-        paid = _whitened(paid, [True] * len(rows), shift=False)
-    wrong_rewards = sum(not _close(row.rewards, plain) for row, plain in zip(rows, paid, strict=True))
-    found, wrong = f"{len(rows)} completions, workers: {trainer.workers}, {args.advantage_estimator}", 0
+        rewards = _whitened(rewards, [True] * len(rows), shift=False)
+    wrong_rewards = sum(not _close(row.rewards, plain) for row, plain in zip(rows, rewards, strict=True))
+    message, wrong = f"{len(rows)} completions, workers: {trainer.workers}, {args.advantage_estimator}", 0
     if args.estimator.definition is None:
-        found += " (advantages are not checked, because the estimator has no definition)"
+        message += " (advantages are not checked, because the estimator has no definition)"
     else:
-        expected = zip(rows, _advantages(args, config, rows, paid), strict=True)
+        expected = zip(rows, _advantages(args, config, rows, rewards), strict=True)
         wrong = sum(not _close(row.advantages, plain) for row, plain in expected if row.learn.any())
     if wrong_rewards:
-        found += f"; token rewards of {wrong_rewards} differ: check the sign and coefficient of the KL penalty, and which token gets the score"
+        message += f"; token rewards of {wrong_rewards} differ: check the sign and coefficient of the KL penalty, and which token gets the score"
     elif wrong:
-        found += f"; advantages of {wrong} differ: check gamma, lambda, the values, the value after the last action, "
-        found += "and whether whitening covers all rows of all workers"
-    return CheckResult("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
+        message += f"; advantages of {wrong} differ: check gamma, lambda, the values, the value after the last action, "
+        message += "and whether whitening covers all rows of all workers"
+    return CheckResult("rewards and advantages are as defined", message, not (wrong_rewards or wrong))
 
 
 def _rows(episodes: Episodes) -> list[SimpleNamespace]:
@@ -142,7 +142,7 @@ def _token_rewards(args: PPOConfig, kl_coef: float, row: SimpleNamespace) -> Num
 
 
 def _advantages(
-    args: PPOConfig, config: RolloutConfig, rows: list[SimpleNamespace], paid: list[Numbers]
+    args: PPOConfig, config: RolloutConfig, rows: list[SimpleNamespace], token_rewards: list[Numbers]
 ) -> list[Numbers]:
     """Returns the advantages of all rows by the estimator's definition, whitened and with the off-policy correction."""
     definition, n = args.estimator.definition, args.num_generations
@@ -150,13 +150,13 @@ def _advantages(
     advantages: list[Numbers] = []
     for start in range(0, len(rows), n):
         group = rows[start : start + n]
-        known = {
-            "rewards": [rewards.tolist() for rewards in paid[start : start + n]],
+        inputs = {
+            "rewards": [rewards.tolist() for rewards in token_rewards[start : start + n]],
             "values": [row.values.tolist() for row in group],
             "bootstrap": [row.bootstrap * (args.bootstrap_truncated and not row.ended) for row in group],
             "greedy_scores": [row.greedy_scores for row in group],
         }
-        advantages += [np.array(row) for row in estimators.call_formula(definition, args, known)]
+        advantages += [np.array(row) for row in estimators.call_formula(definition, args, inputs)]
     if args.whitens_advantages:
         advantages = _whitened(advantages, [bool(row.learn.any()) for row in rows])
     if args.teacher_coef:
@@ -193,33 +193,33 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResu
     the reference must become less likely. Entropy must grow if the loss has an entropy bonus. Values must move towards the
     returns.
     """
-    args, moments, wrong = trainer.args, trainer.moments, []
-    part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
-    old, learn, totals = part.old_logprobs, part.learn, Totals.of(part.learn)
+    args, moments, problems = trainer.args, trainer.moments, []
+    subset = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
+    old, learn, totals = subset.old_logprobs, subset.learn, Totals.of(subset.learn)
 
-    def policy_gradients(part: Episodes) -> tuple[Tensor, ...]:
+    def policy_gradients(subset: Episodes) -> tuple[Tensor, ...]:
         """Returns gradients (B, R) with respect to log-probs and entropies."""
         logprobs, entropy = old.clone().requires_grad_(), torch.ones_like(old).requires_grad_()
-        loss, _ = losses.policy_objective(args, part, totals, logprobs, entropy, trainer.kl_coef)
+        loss, _ = losses.policy_objective(args, subset, totals, logprobs, entropy, trainer.kl_coef)
         return torch.autograd.grad(loss, (logprobs, entropy))
 
-    if learn.any() and part.advantages[learn].any():
-        by_logprob, by_entropy = policy_gradients(replace(part, ref_logprobs=old))
-        if not float((by_logprob * part.advantages)[learn].sum()) < 0:
-            wrong.append(
+    if learn.any() and subset.advantages[learn].any():
+        by_logprob, by_entropy = policy_gradients(replace(subset, ref_logprobs=old))
+        if not float((by_logprob * subset.advantages)[learn].sum()) < 0:
+            problems.append(
                 "rewarded actions become less likely: check the sign of the policy loss and of the advantages"
             )
         if args.entropy_coef > 0 and not float(by_entropy[learn].sum()) < 0:
-            wrong.append("entropy falls although the loss has an entropy bonus")
+            problems.append("entropy falls although the loss has an entropy bonus")
     if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
-        above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
-        if not float(policy_gradients(above)[0][learn].sum()) > 0:
-            wrong.append("the policy moves away from the reference: check the sign of the KL in the loss")
+        likelier = replace(subset, ref_logprobs=old - 0.5, advantages=torch.zeros_like(subset.advantages))
+        if not float(policy_gradients(likelier)[0][learn].sum()) > 0:
+            problems.append("the policy moves away from the reference: check the sign of the KL in the loss")
     if args.uses_critic and learn.any():  # uses values above the returns and outside the clip range
-        above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
-        values = (moments.normal(part.returns) + above_returns).requires_grad_()
-        loss, _ = losses.value_objective(args, part, totals, values, moments)
+        offset = 1.0 + 2 * (subset.values - subset.returns).abs().max() / moments.std
+        values = (moments.normal(subset.returns) + offset).requires_grad_()
+        loss, _ = losses.value_objective(args, subset, totals, values, moments)
         if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
-            wrong.append("values move away from the returns")
-    found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
-    return CheckResult("gradients of the losses have the right sign", found, not wrong)
+            problems.append("values move away from the returns")
+    message = "; ".join(problems) or "policy" + (", values" if args.uses_critic else "")
+    return CheckResult("gradients of the losses have the right sign", message, not problems)

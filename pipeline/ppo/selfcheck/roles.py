@@ -47,7 +47,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     loaded = trainer.shared.tensors_of(role)
     if role == "critic":  # the trainer has rescaled the critic's head to an episode's score
-        stored, loaded = ({k: t for k, t in one.items() if k != HEAD} for one in (stored, loaded))
+        stored, loaded = ({k: t for k, t in group.items() if k != HEAD} for group in (stored, loaded))
     return same_tensors(f"{role} equals the adapter in its file", loaded, stored, folder)
 
 
@@ -60,27 +60,27 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.sampler.rewards}
     verb = "scores" if role in rewards else "writes"
     name = f"{role} {verb} as when it was trained"
-    stored = probes.read_probes(folder)
-    if not stored:
+    records = probes.read_probes(folder)
+    if not records:
         return CheckResult(
             name, f"{folder} has no {probes.FILE}: this pipeline did not train the adapter", None
         )
-    then, now = stored[0][2], precision_of_base(shared)
-    if then is None or ("quantized" in {then, now} and then != now):
-        found = f"not checked: the adapter was trained at precision {then or 'unknown'}, but this run's base is {now}"
-        return CheckResult(name, found, None)
-    limit = LOW_PRECISION if then == "half" else logprob_tolerance(shared)
-    largest = 0.0
-    for ids, output, _ in stored:
+    recorded, current = records[0][2], precision_of_base(shared)
+    if recorded is None or ("quantized" in {recorded, current} and recorded != current):
+        message = f"not checked: the adapter was trained at precision {recorded or 'unknown'}, but this run's base is {current}"
+        return CheckResult(name, message, None)
+    limit = LOW_PRECISION if recorded == "half" else logprob_tolerance(shared)
+    error = 0.0
+    for ids, output, _ in records:
         if role in rewards:
-            largest = max(largest, abs(shared.score(role, ids) - output) / rewards[role].std)
+            error = max(error, abs(shared.score(role, ids) - output) / rewards[role].std)
         else:
-            largest = max(largest, abs(shared.mean_logprob(role, ids) - output))
+            error = max(error, abs(shared.mean_logprob(role, ids) - output))
     unit = "deviations" if role in rewards else "nats a token"
-    found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
-    if not largest <= limit:
-        found += ". Check for another base, scaling (lora_alpha, r) or precision, and for missing tensors"
-    return CheckResult(name, found, largest <= limit)
+    message = f"{len(records)} probes differ by up to {error:.2g} {unit}"
+    if not error <= limit:
+        message += ". Check for another base, scaling (lora_alpha, r) or precision, and for missing tensors"
+    return CheckResult(name, message, error <= limit)
 
 
 @torch.no_grad()
@@ -90,33 +90,33 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     if trainer.rollouts.workers:
         return CheckResult(name, "rollout workers sample; their log-probs are checked in each update", None)
     parameters = shared.parameters_of("policy")
-    before = [parameter.detach().clone() for parameter in parameters]
+    starts = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     row = episodes.take([0])
-    old, _ = sampler.logprobs("policy", row)
-    moved, limit = 0.0, 5 * logprob_tolerance(shared)
+    old_logprobs, _ = sampler.logprobs("policy", row)
+    change, limit = 0.0, 5 * logprob_tolerance(shared)
     for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # the noise grows until outputs change measurably
-        for parameter, start in zip(parameters, before, strict=True):
+        for parameter, start in zip(parameters, starts, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             # Writes in place, because CUDA graphs read the parameters at fixed addresses.
             parameter.copy_(start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05))
-        moved = root_mean_square(sampler.logprobs("policy", row)[0] - old, row.mask)
-        if moved > limit:
+        change = root_mean_square(sampler.logprobs("policy", row)[0] - old_logprobs, row.mask)
+        if change > limit:
             break
     sampler.decoder.changed("policy")
     prompts = [row.input_ids[0, : int(row.starts[0])].tolist()] * 4
-    few = replace(sampler.sampling, max_new_tokens=min(sampler.sampling.max_new_tokens, MAX_ACTIONS))
-    completions = sampler.decoder.generate("policy", prompts, range(4), few)
+    sampling = replace(sampler.sampling, max_new_tokens=min(sampler.sampling.max_new_tokens, MAX_ACTIONS))
+    completions = sampler.decoder.generate("policy", prompts, range(4), sampling)
     sampled = collate(prompts, completions, range(4), sampler.pad, shared.device)
-    now, _ = sampler.logprobs("policy", sampled)
-    apart = root_mean_square(now - sampled.sampler_logprobs, sampled.mask)
-    for parameter, start in zip(parameters, before, strict=True):
+    logprobs, _ = sampler.logprobs("policy", sampled)
+    error = root_mean_square(logprobs - sampled.sampler_logprobs, sampled.mask)
+    for parameter, start in zip(parameters, starts, strict=True):
         parameter.copy_(start)
     sampler.decoder.changed("policy")
-    found = (
-        f"after a change of the policy by {moved:.2g} nats, sampler and trainer differ by {apart:.2g} nats"
+    message = (
+        f"after a change of the policy by {change:.2g} nats, sampler and trainer differ by {error:.2g} nats"
     )
-    return CheckResult(name, found, apart <= 3 * logprob_tolerance(shared) if moved > limit else None)
+    return CheckResult(name, message, error <= 3 * logprob_tolerance(shared) if change > limit else None)
 
 
 def check_gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
@@ -126,35 +126,35 @@ def check_gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """
     names = "gradients reach the learning roles and nothing else", "checkpointing does not change gradients"
     shared, lengths = trainer.shared, episodes.lengths()
-    pulled = (episodes.learn & (episodes.advantages != 0)).any(-1)
+    learns = (episodes.learn & (episodes.advantages != 0)).any(-1)
     if trainer.args.uses_critic:
-        pulled &= (episodes.learn & (episodes.returns != episodes.values)).any(-1)
-    rows = sorted(pulled.nonzero().flatten().tolist(), key=lambda row: lengths[row])[:1]
+        learns &= (episodes.learn & (episodes.returns != episodes.values)).any(-1)
+    rows = sorted(learns.nonzero().flatten().tolist(), key=lambda row: lengths[row])[:1]
     if not rows:
         return [CheckResult(name, "the advantage of every completion is 0", None) for name in names]
-    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
-    checkpointing, found = shared.gradient_checkpointing, list[dict[str, Tensor]]()
-    for on in dict.fromkeys((False, checkpointing)):
-        shared.gradient_checkpointing = on
+    role_ids = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    checkpointing, gradients = shared.gradient_checkpointing, list[dict[str, Tensor]]()
+    for enabled in dict.fromkeys((False, checkpointing)):
+        shared.gradient_checkpointing = enabled
         shared.zero_grad()
         trainer.accumulate(episodes, rows, Totals.of(episodes.learn[rows]))
-        found.append({role: gradient_of(shared, role) for role in trainer.learning})
-    others = sum(p.grad is not None for p in shared.parameters() if id(p) not in learning)
+        gradients.append({role: gradient_of(shared, role) for role in trainer.learning})
+    strays = sum(p.grad is not None for p in shared.parameters() if id(p) not in role_ids)
     shared.zero_grad()
-    plain, again = found[0], found[-1]
-    norms = {role: float(gradient.norm()) for role, gradient in again.items()}
-    listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
+    plain, rerun = gradients[0], gradients[-1]
+    norms = {role: float(gradient.norm()) for role, gradient in rerun.items()}
+    norm_list = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
     if not all(map(math.isfinite, norms.values())):  # the trainer skips a step with NaN or inf gradients
-        return [CheckResult(name, f"norms: {listed}", None) for name in names]
-    holds = others == 0 and all(norms.values())
-    reach = CheckResult(names[0], f"norms: {listed}; {others} other tensors", holds)
+        return [CheckResult(name, f"norms: {norm_list}", None) for name in names]
+    holds = strays == 0 and all(norms.values())
+    reach = CheckResult(names[0], f"norms: {norm_list}; {strays} other tensors", holds)
     if not checkpointing:
         return [reach, CheckResult(names[1], "off (gradient_checkpointing: false)", None)]
-    apart = {r: float((again[r] - plain[r]).norm() / plain[r].norm().clamp(min=1e-30)) for r in plain}
-    differ = ", ".join(f"{role} {value:.2g}" for role, value in apart.items())
+    errors = {r: float((rerun[r] - plain[r]).norm() / plain[r].norm().clamp(min=1e-30)) for r in plain}
+    error_list = ", ".join(f"{role} {value:.2g}" for role, value in errors.items())
     limit = max(ROUNDING, logprob_tolerance(shared))
-    holds = all(value <= limit for value in apart.values())
-    return [reach, CheckResult(names[1], f"relative difference: {differ}", holds)]
+    holds = all(value <= limit for value in errors.values())
+    return [reach, CheckResult(names[1], f"relative difference: {error_list}", holds)]
 
 
 def gradient_of(shared: SharedBase, role: str) -> Tensor:

@@ -67,10 +67,10 @@ def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
     Args:
         rms: root mean square of the log-ratio, over all workers.
     """
-    found, holds = f"log-ratios are {rms:.2g} on average", rms <= logprob_tolerance(shared)
+    message, holds = f"log-ratios are {rms:.2g} on average", rms <= logprob_tolerance(shared)
     if not holds:
-        found += ". Old and new log-probs differ before any step: check for dropout, or another temperature, mask or adapter"
-    return CheckResult("the first ratio is 1", found, holds)
+        message += ". Old and new log-probs differ before any step: check for dropout, or another temperature, mask or adapter"
+    return CheckResult("the first ratio is 1", message, holds)
 
 
 def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
@@ -79,11 +79,11 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     if not trainer.args.check_reference:
         return CheckResult(name, "skipped (check_reference: false)", None)
     rms = root_mean_square(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
-    found, holds = f"log-probs differ by {rms:.2g} nats", rms <= logprob_tolerance(trainer.shared)
+    message, holds = f"log-probs differ by {rms:.2g} nats", rms <= logprob_tolerance(trainer.shared)
     if not holds:
-        found += ". The policy must start as a copy of the reference (the sft adapter); "
-        found += "set check_reference=false if the policy starts differently"
-    return CheckResult(name, found, holds)
+        message += ". The policy must start as a copy of the reference (the sft adapter); "
+        message += "set check_reference=false if the policy starts differently"
+    return CheckResult(name, message, holds)
 
 
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
@@ -104,12 +104,12 @@ def check_rollout_workers(trainer: Learner, parts: Sequence[tuple[Chunk, Sampled
 def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]) -> CheckResult:
     """Checks that each chunk is complete, is the requested one, and comes from a sampler with the requested policy version."""
     name = "rollout workers deliver the requested chunks"
-    for chunk, one in parts:
+    for chunk, sampled in parts:
         requested = (chunk.key, len(chunk.episodes), chunk.version, versions.digests[chunk.version])
-        got = (one.key, len(one.completions), one.version, one.digest)
-        if got != requested:
-            what = "(update, rank, number), completions, version and digest of the policy"
-            return CheckResult(name, f"requested {requested}, got {got}: {what}", False)
+        delivered = (sampled.key, len(sampled.completions), sampled.version, sampled.digest)
+        if delivered != requested:
+            fields = "(update, rank, number), completions, version and digest of the policy"
+            return CheckResult(name, f"requested {requested}, got {delivered}: {fields}", False)
     return CheckResult(name, f"{len(parts)} chunks", True)
 
 
@@ -121,19 +121,19 @@ def sampled_by_its_version(
     An engine may have the right parameters, but still sample from cached states of other parameters.
     """
     name = "rollout workers sample from the requested version"
-    drawn = np.random.default_rng([trainer.args.seed, trainer.update])
-    chunk, sampled = parts[int(drawn.integers(len(parts)))]
+    generator = np.random.default_rng([trainer.args.seed, trainer.update])
+    chunk, sampled = parts[int(generator.integers(len(parts)))]
     episodes = trainer.sampler.episodes(chunk, sampled)
-    part = episodes.take(drawn.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
+    subset = episodes.take(generator.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
     with versions.use(chunk.version), torch.no_grad():
-        logprobs, _ = trainer.sampler.logprobs("policy", part)
-    difference = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
-    found = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
+        logprobs, _ = trainer.sampler.logprobs("policy", subset)
+    difference = float((logprobs - subset.sampler_logprobs)[subset.mask].square().mean().sqrt())
+    message = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
     holds = difference <= 3 * logprob_tolerance(trainer.shared)
     if not holds:
-        found += f" on chunk {chunk.key}: the rollout worker sampled from "
-        found += "other parameters than its own (a cache of another version)"
-    return CheckResult(name, found, holds)
+        message += f" on chunk {chunk.key}: the rollout worker sampled from "
+        message += "other parameters than its own (a cache of another version)"
+    return CheckResult(name, message, holds)
 
 
 def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
@@ -143,30 +143,30 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
     positions = (episodes.starts.unsqueeze(-1) + steps).clamp(max=episodes.input_ids.shape[1] - 1)
     ends = torch.tensor(trainer.sampler.sampling.eos, device=mask.device)
     is_end = torch.isin(episodes.input_ids.gather(1, positions), ends) & mask
-    last = steps == (counts - 1).unsqueeze(-1)
-    holds = (is_end == (last & episodes.ended.unsqueeze(-1))).all(-1)
+    is_last = steps == (counts - 1).unsqueeze(-1)
+    holds = (is_end == (is_last & episodes.ended.unsqueeze(-1))).all(-1)
     holds &= mask.sum(-1) == counts
     holds &= episodes.ended | (counts == trainer.sampler.sampling.max_new_tokens)
-    found = (
+    message = (
         f"in {int(holds.sum())} of {len(episodes)} completions; {int(episodes.ended.sum())} ended with EOS"
     )
-    return CheckResult("the end token is inside the mask, as the last action", found, bool(holds.all()))
+    return CheckResult("the end token is inside the mask, as the last action", message, bool(holds.all()))
 
 
 def only_roles_learn(trainer: Learner) -> CheckResult:
     """Checks that exactly the learning roles are trainable, in fp32 and in the optimizer, and that dropout is off."""
     shared = trainer.shared
-    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    role_ids = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
-    strays = len(learning ^ {id(p) for p in trainable})
-    forgotten = len(learning ^ {id(p) for group in trainer.optimizer.param_groups for p in group["params"]})
+    strays = len(role_ids ^ {id(p) for p in trainable})
+    forgotten = len(role_ids ^ {id(p) for group in trainer.optimizer.param_groups for p in group["params"]})
     low = sum(p.dtype != torch.float32 for p in [*trainable, *shared.heads.parameters()])
     dropouts = sum(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in shared.modules())
-    found = f"{sum(p.numel() for p in trainable):,} parameters learn ({', '.join(trainer.roles)})"
+    message = f"{sum(p.numel() for p in trainable):,} parameters learn ({', '.join(trainer.roles)})"
     if strays or forgotten or low or dropouts:
-        found += f"; {strays} tensors are trainable or frozen by mistake, {low} are not fp32, {dropouts} dropouts are on, "
-        found += f"{forgotten} are in the optimizer or in the roles, but not in both"
-    return CheckResult("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
+        message += f"; {strays} tensors are trainable or frozen by mistake, {low} are not fp32, {dropouts} dropouts are on, "
+        message += f"{forgotten} are in the optimizer or in the roles, but not in both"
+    return CheckResult("only adapters and heads learn", message, not (strays or forgotten or low or dropouts))
 
 
 # ------------------------------------------------------------------------------------------------- after learning
@@ -194,18 +194,22 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
     """
     after, roles = sums_of(trainer), trainer.roles
     rates = dict(zip(roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
-    moves = [role for role in roles if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
-    still = [role for role in moves if after[role] == before[role] and not trainer.skipped_steps]
+    moving = [role for role in roles if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
+    stuck = [role for role in moving if after[role] == before[role] and not trainer.skipped_steps]
     # The tolerance allows for the order of additions, which differs between types of GPUs.
-    close = partial(np.allclose, rtol=1e-9, atol=1e-12)
-    of_ranks: list[Sums] = gather(after)
-    differs = [role for role in roles if not all(close(sums[role], after[role]) for sums in of_ranks)]
-    found = f"{', '.join(roles)}; workers: {trainer.workers}"
-    if still:
-        found += f"; {', '.join(still)} got a gradient and did not change: the optimizer lacks its parameters"
-    if differs:
-        found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all workers"
-    return CheckResult("adapters have changed, and are equal on all workers", found, not (still or differs))
+    is_close = partial(np.allclose, rtol=1e-9, atol=1e-12)
+    rank_sums: list[Sums] = gather(after)
+    unequal = [role for role in roles if not all(is_close(sums[role], after[role]) for sums in rank_sums)]
+    message = f"{', '.join(roles)}; workers: {trainer.workers}"
+    if stuck:
+        message += (
+            f"; {', '.join(stuck)} got a gradient and did not change: the optimizer lacks its parameters"
+        )
+    if unequal:
+        message += (
+            f"; {', '.join(unequal)} differs between workers: gradients are not summed over all workers"
+        )
+    return CheckResult("adapters have changed, and are equal on all workers", message, not (stuck or unequal))
 
 
 # ------------------------------------------------------------------------------------------- episodes and prompts
@@ -214,23 +218,23 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
 def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that every episode of the update is on one worker, with the prompt that the seed determines."""
     args, prompts, device = trainer.args, trainer.prompts, episodes.mask.device
-    seen = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
+    counts = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
     # By definition, each epoch has its own seeded permutation of the prompts.
     size, order = prompts.per_epoch, []
     for epoch in range(-(-args.prompts_per_update // size)):
-        drawn = range(size) if prompts.draws is None else prompts.draws(epoch)
-        order += [int(drawn[i]) for i in np.random.default_rng([args.seed, epoch]).permutation(size)]
-    wrong = torch.zeros((), device=device)
+        indices = range(size) if prompts.draws is None else prompts.draws(epoch)
+        order += [int(indices[i]) for i in np.random.default_rng([args.seed, epoch]).permutation(size)]
+    mismatches = torch.zeros((), device=device)
     for index, prompt in zip(episodes.indices.tolist(), _prompts(episodes), strict=True):
         expected = prompts.rows[order[index // args.num_generations]]["input_ids"]
-        wrong += prompt != [int(i) for i in expected]
-    wrong_prompts = int(all_reduce(wrong))
-    missing, twice = int((seen == 0).sum()), int((seen > 1).sum())
-    found = f"{args.batch_size} episodes, workers: {trainer.workers}"
-    if missing or twice or wrong_prompts:
-        found += f": {missing} are on no worker, {twice} on several workers, {wrong_prompts} have "
-        found += "another prompt than the seed determines"
-    return CheckResult("each episode is on one worker", found, not (missing or twice or wrong_prompts))
+        mismatches += prompt != [int(i) for i in expected]
+    wrong_prompts = int(all_reduce(mismatches))
+    missing, duplicates = int((counts == 0).sum()), int((counts > 1).sum())
+    message = f"{args.batch_size} episodes, workers: {trainer.workers}"
+    if missing or duplicates or wrong_prompts:
+        message += f": {missing} are on no worker, {duplicates} on several workers, {wrong_prompts} have "
+        message += "another prompt than the seed determines"
+    return CheckResult("each episode is on one worker", message, not (missing or duplicates or wrong_prompts))
 
 
 def _prompts(episodes: Episodes) -> list[list[int]]:
@@ -243,27 +247,27 @@ def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that prompts begin with at most one BOS, and that chats end with the template's generation prompt."""
     tokenizer, prompts = trainer.sampler.tokenizer, _prompts(episodes)
     bos = getattr(tokenizer, "bos_token_id", None)
-    twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
-    question, asks = user_header_and_generation_prompt(tokenizer)
-    texts = [tokenizer.decode(ids) for ids in prompts] if question and asks else []
-    chats = [text for text in texts if question in text]
-    without = len(chats) * all(not text.rstrip().endswith(asks) for text in chats)
-    found = f"{len(prompts)} prompts"
-    if twice:
-        found += f"; {twice} begin with BOS twice (both the template and the tokenizer add one)"
-    if without:
-        found += f"; {without} do not end with {asks!r} (the template's generation prompt)"
+    double_bos = sum(bos is not None and ids[:2] == [bos, bos] for ids in prompts)
+    header, suffix = user_header_and_generation_prompt(tokenizer)
+    texts = [tokenizer.decode(ids) for ids in prompts] if header and suffix else []
+    chats = [text for text in texts if header in text]
+    incomplete = len(chats) * all(not text.rstrip().endswith(suffix) for text in chats)
+    message = f"{len(prompts)} prompts"
+    if double_bos:
+        message += f"; {double_bos} begin with BOS twice (both the template and the tokenizer add one)"
+    if incomplete:
+        message += f"; {incomplete} do not end with {suffix!r} (the template's generation prompt)"
     name = "prompts have one BOS and end with the generation prompt"
-    return CheckResult(name, found, not (twice or without))
+    return CheckResult(name, message, not (double_bos or incomplete))
 
 
 def stops_on_every_eos(trainer: Learner) -> CheckResult:
     """Checks that sampling stops on every EOS token of tokenizer and base. Llama 3 has two."""
     ends = trainer.shared.ends(trainer.sampler.tokenizer)
-    found = f"completions end with the token ids {ends}"
+    message = f"completions end with the token ids {ends}"
     if missing := sorted(set(ends) - set(trainer.sampler.sampling.eos)):
-        found += f", but sampling continues after {missing}"
-    return CheckResult("sampling stops on every EOS token", found, not missing)
+        message += f", but sampling continues after {missing}"
+    return CheckResult("sampling stops on every EOS token", message, not missing)
 
 
 # ------------------------------------------------------------------------------------- the model on single rows
@@ -294,14 +298,14 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> CheckResult:
     differences = {}
     for role, ours in (("policy", episodes.old_logprobs), (trainer.sampler.reference, episodes.ref_logprobs)):
         actions, logprobs = plain_logprobs(trainer, role, episodes, row)
-        plain = logprobs.gather(-1, actions).squeeze(-1)
-        difference = (ours[row, : len(plain)] - plain).square().mean().sqrt() if len(plain) else 0.0
+        expected = logprobs.gather(-1, actions).squeeze(-1)
+        difference = (ours[row, : len(expected)] - expected).square().mean().sqrt() if len(expected) else 0.0
         differences[role or "base"] = float(difference)
-    found = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
+    message = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
     holds = all(value <= logprob_tolerance(trainer.shared) for value in differences.values())
     if not holds:
-        found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward"
-    return CheckResult("log-probs are those of the model's own forward", found, holds)
+        message += ". Padding, position, temperature, minimum length or adapter differ from a plain forward"
+    return CheckResult("log-probs are those of the model's own forward", message, holds)
 
 
 def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
@@ -313,41 +317,41 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """
     name = "completions are drawn from the policy's whole distribution"
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
-    until = episodes.counts.clamp(max=MAX_ACTIONS).cumsum(0)
-    for row in range(min(int((until < MAX_TOKENS).sum()) + 1, len(episodes))):
-        drawn, logprobs = plain_logprobs(trainer, "policy", episodes, row)
+    total_actions = episodes.counts.clamp(max=MAX_ACTIONS).cumsum(0)
+    for row in range(min(int((total_actions < MAX_TOKENS).sum()) + 1, len(episodes))):
+        tokens, logprobs = plain_logprobs(trainer, "policy", episodes, row)
         p, surprisal = logprobs.exp().double(), -logprobs.double()
         surprisal = surprisal.where(p > 0, 0.0).clamp(max=MAX_SURPRISAL)
         entropy = (p * surprisal).sum(-1)
-        sums[0, 0] += (surprisal.gather(-1, drawn).squeeze(-1) - entropy).sum()
+        sums[0, 0] += (surprisal.gather(-1, tokens).squeeze(-1) - entropy).sum()
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
-        above = (p * (p > p.gather(-1, drawn))).sum(-1)  # total probability of more likely tokens
+        mass_above = (p * (p > p.gather(-1, tokens))).sum(-1)  # total probability of more likely tokens
         ordered = p.sort(descending=True).values
         # Is True at the first of several equally likely tokens, because the check treats equally likely tokens as one token.
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
+        is_first = torch.ones_like(ordered, dtype=torch.bool)
+        is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        mass_before = (ordered.cumsum(-1) - ordered).where(is_first, 0.0).cummax(-1).values
         for i, tail in enumerate(TAILS, 1):
-            sums[i, 0] += (above >= tail).sum()
-            sums[i, 1] += (ordered * (before >= tail)).sum()
+            sums[i, 0] += (mass_above >= tail).sum()
+            sums[i, 1] += (ordered * (mass_before >= tail)).sum()
     (excess, variance), *tails = all_reduce(sums).tolist()
     if copies := _copied(trainer, episodes):
         return CheckResult(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
-    found = f"log-probs are {-deviations:+.1f} standard deviations from their expected mean"
+    message = f"log-probs are {-deviations:+.1f} standard deviations from their expected mean"
     # The sum of surprisals is not normally distributed, because rare tokens have a large surprisal. A correct run exceeds
     # Bernstein's bound with a probability of 1e-6.
-    sharp = deviations < -Z_LIMIT
-    flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
+    too_sharp = deviations < -Z_LIMIT
+    too_flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
     for tail, (count, expected) in zip(TAILS, tails, strict=True):
         if _improbable(count, expected):
-            found += f"; the least likely {1 - tail:.0%} of tokens are drawn {count:.0f} times instead of {expected:.0f}"
-            sharp, flat = sharp or count < expected, flat or count > expected
-    if sharp:
-        found += ": top-k, top-p or a lower temperature is on"
-    elif flat:
-        found += ": check for a different temperature or a different policy"
-    return CheckResult(name, found, not (sharp or flat))
+            message += f"; the least likely {1 - tail:.0%} of tokens are drawn {count:.0f} times instead of {expected:.0f}"
+            too_sharp, too_flat = too_sharp or count < expected, too_flat or count > expected
+    if too_sharp:
+        message += ": top-k, top-p or a lower temperature is on"
+    elif too_flat:
+        message += ": check for a different temperature or a different policy"
+    return CheckResult(name, message, not (too_sharp or too_flat))
 
 
 def _improbable(count: float, expected: float) -> bool:
@@ -378,7 +382,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
     name = "values are read before each action"
     if not trainer.args.uses_critic:
         return CheckResult(name, f"no critic ({trainer.args.advantage_estimator})", None)
-    shared, largest = trainer.shared, 0.0
+    shared, error = trainer.shared, 0.0
     row = int(episodes.counts.argmin())
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
@@ -392,12 +396,12 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
         ids = episodes.input_ids[row : row + 1, : start + t]
         value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
         value = trainer.moments.raw(value)
-        largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
+        error = max(error, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
     if is_new:
         head.data.zero_()
-    found = f"values differ by up to {largest:.2g} from the head's output on the tokens before the action"
+    message = f"values differ by up to {error:.2g} from the head's output on the tokens before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
-    return CheckResult(name, found, largest <= logprob_tolerance(shared) * max(1.0, spread))
+    return CheckResult(name, message, error <= logprob_tolerance(shared) * max(1.0, spread))
 
 
 @torch.no_grad()
@@ -407,13 +411,13 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
     rewards = [reward for reward in trainer.sampler.rewards if isinstance(reward, AdapterReward)]
     if len(rewards) < len(trainer.sampler.rewards):
         return CheckResult(name, "not checked: one of the rewards is not an adapter on the base", None)
-    shared, largest, unit = trainer.shared, 0.0, 0.0
+    shared, error, unit = trainer.shared, 0.0, 0.0
     for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:
         ids = episodes.input_ids[row : row + 1, : int(episodes.starts[row] + episodes.counts[row])]
         total = 0.0
         for reward in rewards:
-            last = shared.hidden(reward.role, ids)[0, -1].float()
-            score = float(shared.parameters_of(reward.role)[-1].float() @ last)
+            hidden = shared.hidden(reward.role, ids)[0, -1].float()
+            score = float(shared.parameters_of(reward.role)[-1].float() @ hidden)
             score = (score - reward.mean) / reward.std if args.normalize_rewards else score
             total += reward.weight * score
             unit = max(unit, abs(reward.weight) * (1.0 if args.normalize_rewards else reward.std))
@@ -421,6 +425,6 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
             total = min(max(total, -args.reward_clip), args.reward_clip)
         if not episodes.ended[row]:
             total -= args.missing_eos_penalty or 0.0
-        largest = max(largest, abs(total - float(episodes.scores[row])))
-    found = f"scores differ by up to {largest:.2g} from the head's output on the completion alone"
-    return CheckResult(name, found, largest <= logprob_tolerance(shared) * max(1.0, unit))
+        error = max(error, abs(total - float(episodes.scores[row])))
+    message = f"scores differ by up to {error:.2g} from the head's output on the completion alone"
+    return CheckResult(name, message, error <= logprob_tolerance(shared) * max(1.0, unit))

@@ -56,7 +56,7 @@ class JudgeClient:
         self.free_at = 0.0  # time at which the next request may begin
         self.error: BaseException | None = None  # error that ends the call after the open requests
         self.open = 0  # number of open requests
-        self.named = False  # whether the model in the judge's file has answered
+        self.confirmed = False  # whether the model in the judge's file has answered
         self.variable = definition.api_key_variable
         self.key = os.environ.get(self.variable or "", "").strip()
         if self.variable and not self.key:
@@ -94,13 +94,13 @@ class JudgeClient:
         """
         import aiohttp
 
-        begun = time.monotonic()
+        start = time.monotonic()
         self.counts, self.error, self.failing = dict.fromkeys(COUNTS, 0.0), None, None
         self.store.refresh()
-        bodies = [self.body(one) for one in requests]
-        keys = [self.key_of(one, body) for one, body in zip(requests, bodies, strict=True)]
+        bodies = [self.body(request) for request in requests]
+        keys = [self.key_of(request, body) for request, body in zip(requests, bodies, strict=True)]
         by_key = dict(zip(keys, zip(keys, requests, bodies, strict=True), strict=True))
-        missing = iter([one for key, one in by_key.items() if key not in self.store.answers])
+        missing = iter([item for key, item in by_key.items() if key not in self.store.answers])
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -111,7 +111,7 @@ class JudgeClient:
             self.places = asyncio.Semaphore(self.definition.concurrency)
             await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
         self.counts["from_store"] = sum(key in self.store.answers for key in keys) - self.counts["judged"]
-        self.counts["waited"] = time.monotonic() - begun
+        self.counts["waited"] = time.monotonic() - start
         await self.store.write(counts={key: self.counts[key] for key in COUNTS if key != "judged"})
         if self.error:
             raise self.error
@@ -119,11 +119,11 @@ class JudgeClient:
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
         """Sends unanswered questions one by one, until no question is left or the call fails."""
-        for key, one, body in missing:  # all tasks share this iterator
+        for key, request, body in missing:  # all tasks share this iterator
             try:
                 async with self.store.asking(key) as open_question:
                     if open_question and not self.error:
-                        await self._ask(session, key, one, body)
+                        await self._ask(session, key, request, body)
             except Exception as error:
                 self.error = self.error or error
             if self.error:
@@ -133,7 +133,7 @@ class JudgeClient:
         self, session: aiohttp.ClientSession, key: str, request: JudgeRequest, body: bytes
     ) -> None:
         """Repeats a question until its answer is usable, and stores the answer."""
-        (pause, most), unclear = PAUSES_S, 0
+        (pause, longest_pause), unclear_answers = PAUSES_S, 0
         while not self.error:
             await self._wait_for_turn(request)
             await self._reserve(request)
@@ -142,14 +142,14 @@ class JudgeClient:
                     if self.error:
                         return
                     content = await self._request(session, body)
-                tokens, model, answer, why = self._read(request, content)
+                tokens, model, answer, reason = self._read(request, content)
             except Unusable as problem:
-                why, wait = str(problem), problem.wait
+                reason, wait = str(problem), problem.wait
             else:
-                why, wait = self._other_model(model) or why, 0.0
-                unclear += bool(why) and model == self.definition.model
-                await self.store.write(tokens=tokens, **({} if why else {"key": key, "answer": answer}))
-                if not why:
+                reason, wait = self._other_model(model) or reason, 0.0
+                unclear_answers += bool(reason) and model == self.definition.model
+                await self.store.write(tokens=tokens, **({} if reason else {"key": key, "answer": answer}))
+                if not reason:
                     self.counts["judged"] += 1
                     self.failing = None
                     return
@@ -158,19 +158,19 @@ class JudgeClient:
             self.counts["failed"] += 1
             now = time.monotonic()
             self.failing = self.failing or now
-            rest = self.failing + self.reward_timeout_s - now
-            is_late = self.reward_timeout_s >= 0 >= rest
-            if is_late or unclear == UNCLEAR:
+            remaining = self.failing + self.reward_timeout_s - now
+            is_late = self.reward_timeout_s >= 0 >= remaining
+            if is_late or unclear_answers == UNCLEAR:
                 span = f"for {self.reward_timeout_s:g} s (trainer.reward_timeout_s)"
                 span = span if is_late else f"in {UNCLEAR} answers to one question"
-                ended = f"{self.name}: no usable answer {span}; the last problem: {why}"
+                message = f"{self.name}: no usable answer {span}; the last problem: {reason}"
                 self.error = self.error or Failure(
-                    f"{ended}; to continue the run, repeat the command with the same run.name"
+                    f"{message}; to continue the run, repeat the command with the same run.name"
                 )
                 return
             wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
-            pause = min(most, 2 * pause)
-            await asyncio.sleep(min(wait, rest) if self.reward_timeout_s >= 0 else wait)
+            pause = min(longest_pause, 2 * pause)
+            await asyncio.sleep(min(wait, remaining) if self.reward_timeout_s >= 0 else wait)
 
     def _tokens(self, request: JudgeRequest) -> tuple[int, int]:
         """Returns the estimated tokens of a question, and the maximum tokens of its answer."""
@@ -179,13 +179,13 @@ class JudgeClient:
     async def _wait_for_turn(self, request: JudgeRequest) -> None:
         """Waits until the limits of requests and tokens per minute allow another request."""
         definition, now = self.definition, time.monotonic()
-        begin, seconds = max(now, self.free_at), 0.0
+        start, seconds = max(now, self.free_at), 0.0
         if definition.requests_per_minute:
             seconds = 60 / definition.requests_per_minute
         if definition.tokens_per_minute:
             seconds = max(seconds, 60 * sum(self._tokens(request)) / definition.tokens_per_minute)
-        self.free_at = begin + seconds
-        await asyncio.sleep(begin - now)
+        self.free_at = start + seconds
+        await asyncio.sleep(start - now)
 
     async def _reserve(self, request: JudgeRequest) -> None:
         """Counts a request as open. Raises Failure if the run's budget does not allow another request.
@@ -196,12 +196,12 @@ class JudgeClient:
         while True:
             dollars = definition.dollars(totals["sent"], totals["answered"])
             estimate = definition.dollars(*self._tokens(request))
-            each = dollars / totals["calls"] if totals["calls"] else estimate
+            call_cost = dollars / totals["calls"] if totals["calls"] else estimate
             if definition.most_calls is not None and totals["calls"] + self.open >= definition.most_calls:
                 key = "most_calls"
             elif (
                 definition.most_dollars is not None
-                and dollars + each * (self.open + 1) > definition.most_dollars
+                and dollars + call_cost * (self.open + 1) > definition.most_dollars
             ):
                 key = "most_dollars"
             else:
@@ -218,23 +218,23 @@ class JudgeClient:
         """Returns the body of a response. Raises Unusable after a temporary failure, and InputError after any other failure."""
         import aiohttp
 
-        limit = aiohttp.ClientTimeout(self.definition.timeout_s)
+        timeout = aiohttp.ClientTimeout(self.definition.timeout_s)
         try:
-            async with session.post(self.url, data=body, timeout=limit, allow_redirects=False) as response:
+            async with session.post(self.url, data=body, timeout=timeout, allow_redirects=False) as response:
                 status, content = response.status, await response.read()
-                after = response.headers.get("Retry-After", "")
+                retry_after = response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unusable(self._quoted(in_brief(error, 10 * QUOTED))) from error
         if status == 200:
             return content
-        said = f"status {status}: {self._quoted(content.decode(errors='replace'))}"
+        detail = f"status {status}: {self._quoted(content.decode(errors='replace'))}"
         if status not in PASSES and status < 500:
             is_key = self.variable and status in (401, 403)
             key = f"; is the key in ${self.variable} right?" if is_key else ""
-            raise InputError(f"{self.name}: {self.definition.endpoint} rejected a request ({said}){key}")
-        problem = Unusable(said)
-        if after.replace(".", "", 1).isdigit():
-            problem.wait = min(float(after), PAUSES_S[1])
+            raise InputError(f"{self.name}: {self.definition.endpoint} rejected a request ({detail}){key}")
+        problem = Unusable(detail)
+        if retry_after.replace(".", "", 1).isdigit():
+            problem.wait = min(float(retry_after), PAUSES_S[1])
         raise problem
 
     def _quoted(self, text: str) -> str:
@@ -249,7 +249,7 @@ class JudgeClient:
 
         Raises Unusable if the body is no chat completion, and so costs nothing.
         """
-        body, why = None, ""
+        body, reason = None, ""
         answer: dict[str, Any] = {"text": "", "top": None}
         try:
             body = json.loads(content)
@@ -259,21 +259,21 @@ class JudgeClient:
             # replaces lone surrogates, which cannot be written to a file
             answer["text"] = text.encode(errors="replace").decode()
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
-            answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
+            answer["top"] = [[entry["token"], float(entry["logprob"])] for entry in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":
                 raise Unusable("the answer is truncated; raise max_tokens")
             request.check(answer)
         except Unusable as problem:
-            why = f"found {self._quoted(answer['text'])!r}: {problem}"
+            reason = f"found {self._quoted(answer['text'])!r}: {problem}"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            why = f"the body is no chat completion ({self._quoted(in_brief(error, 80))})"
+            reason = f"the body is no chat completion ({self._quoted(in_brief(error, 80))})"
         if not isinstance(body, dict) or body.keys().isdisjoint(("choices", "usage")):
-            raise Unusable(why)
+            raise Unusable(reason)
         usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
         tokens: Any = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if not all(type(one) is int and one >= 0 for one in tokens):
+        if not all(type(count) is int and count >= 0 for count in tokens):
             tokens = _length(request.messages), len(answer["text"]) // CHARACTERS
-        return tokens, str(body.get("model", self.definition.model)), answer, why
+        return tokens, str(body.get("model", self.definition.model)), answer, reason
 
     def _other_model(self, model: str) -> str:
         """Returns a message if another model than requested has answered, or else "".
@@ -282,17 +282,17 @@ class JudgeClient:
         """
         definition = self.definition
         if model == definition.model:
-            self.named = True
+            self.confirmed = True
             return ""
         model = self._quoted(model)
-        found = f"{definition.endpoint} answers as {model}"
-        if not (self.named or self.store.answers):  # after an earlier answer, the change may be temporary
+        message = f"{definition.endpoint} answers as {model}"
+        if not (self.confirmed or self.store.answers):  # after an earlier answer, the change may be temporary
             self.error = self.error or InputError(
-                f"{self.name}: {found}; write `model: {model}` into the judge's file"
+                f"{self.name}: {message}; write `model: {model}` into the judge's file"
             )
-        return f"{found}, expected {shorten(definition.model)}"
+        return f"{message}, expected {shorten(definition.model)}"
 
 
 def _length(messages: Sequence[dict[str, str]]) -> int:
     """Estimates the number of tokens of messages."""
-    return sum(len(one["content"]) for one in messages) // CHARACTERS
+    return sum(len(message["content"]) for message in messages) // CHARACTERS

@@ -50,20 +50,20 @@ def make_questions(definition: Definition, prompts: Sequence[str], completions: 
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
-    asked = []
-    for several in members.values():
-        if len(several) < 2:
+    questions = []
+    for indices in members.values():
+        if len(indices) < 2:
             raise InputError("a judge with `form: rank` compares completions, and this prompt has only one")
         by_text: dict[str, tuple[int, ...]] = {}
-        for i in several:
+        for i in indices:
             by_text[completions[i]] = (*by_text.get(completions[i], ()), i)
-        first = several[0]
+        first = indices[0]
         for order in _orders(definition, prompts[first], list(by_text)) if len(by_text) > 1 else ():
-            named = zip(completion_names(len(order)), order, strict=True)
-            texts = "\n\n".join(f"Response {label}:\n{text}" for label, text in named)
+            labeled = zip(completion_names(len(order)), order, strict=True)
+            texts = "\n\n".join(f"Response {label}:\n{text}" for label, text in labeled)
             messages = _messages(definition, prompts[first], rows[first], completions=texts)
-            asked.append(JudgeQuestion(messages, tuple(by_text[text] for text in order)))
-    return asked
+            questions.append(JudgeQuestion(messages, tuple(by_text[text] for text in order)))
+    return questions
 
 
 def completion_names(count: int) -> list[str]:
@@ -73,20 +73,20 @@ def completion_names(count: int) -> list[str]:
 
 def _orders(definition: Definition, prompt: str, texts: list[str]) -> list[list[str]]:
     """Returns the orders in which the question shows texts. Orders depend only on the texts, so all processes agree."""
-    drawn = sorted(texts)
-    Random(hashlib.sha256("\0".join([definition.digest, prompt, *drawn]).encode()).digest()).shuffle(drawn)
-    return [drawn, drawn[::-1]] if definition.orders == "both" else [drawn]
+    order = sorted(texts)
+    Random(hashlib.sha256("\0".join([definition.digest, prompt, *order]).encode()).digest()).shuffle(order)
+    return [order, order[::-1]] if definition.orders == "both" else [order]
 
 
-def _messages(definition: Definition, prompt: str, row: dict[str, Any], **shown: str) -> list[dict[str, str]]:
+def _messages(definition: Definition, prompt: str, row: dict[str, Any], **texts: str) -> list[dict[str, str]]:
     lines = [
-        f"{one['name']}: {one['text']} Choices: {', '.join(map(str, one['choices']))}"
-        for one in definition.criteria or []
+        f"{criterion['name']}: {criterion['text']} Choices: {', '.join(map(str, criterion['choices']))}"
+        for criterion in definition.criteria or []
     ]
     values = {**row, "prompt": prompt, "low": f"{definition.low:g}", "high": f"{definition.high:g}"}
-    values |= {"criteria": "\n".join(lines), "words": " or ".join(definition.words)} | shown
+    values |= {"criteria": "\n".join(lines), "words": " or ".join(definition.words)} | texts
     # replaces all placeholders at once, because a completion may contain braces
-    text = PLACEHOLDER.sub(lambda found: str(values.get(found[1], found[0])), definition.asks)
+    text = PLACEHOLDER.sub(lambda match: str(values.get(match[1], match[0])), definition.asks)
     system = [{"role": "system", "content": definition.system}] if definition.system else []
     return [*system, {"role": "user", "content": text}]
 
@@ -100,9 +100,9 @@ def scores_in_answer(definition: Definition, question: JudgeQuestion, answer: di
     Args:
         answer: has `text`, and for `yes` also `top`, the likeliest first tokens, each as [token, log-prob].
     """
-    read: dict[str, Callable[..., list[float]]]
-    read = {"score": _score, "yes": _yes, "rank": _rank, "rubric": _rubric}
-    return read[definition.form](definition, question, answer)
+    parsers: dict[str, Callable[..., list[float]]]
+    parsers = {"score": _score, "yes": _yes, "rank": _rank, "rubric": _rubric}
+    return parsers[definition.form](definition, question, answer)
 
 
 def _lines(answer: dict[str, Any], name: str) -> list[str]:
@@ -114,10 +114,10 @@ def _lines(answer: dict[str, Any], name: str) -> list[str]:
 def _score(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
     last = _lines(answer, "(?:final |overall )?score")[-1:]  # the last line; earlier lines may be quotations
     scale = re.escape(f"{definition.high:g}")
-    found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
-    if not found:
+    match = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
+    if not match:
         raise Unusable("the answer's last line `Score: NUMBER` is missing, or is no number")
-    number = float(found[1])
+    number = float(match[1])
     low, high = sorted((definition.low, definition.high))
     if not low <= number <= high:
         raise Unusable(f"it scores {number:g}, expected {low:g} to {high:g}")
@@ -129,9 +129,9 @@ def _yes(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]
     shares = {good: 0.0, bad: 0.0}
     for token, logprob in answer["top"] or ():
         start = normalize_answer(str(token).strip().strip("▁Ġ"))
-        begun = [word for word in shares if start and word.startswith(start)]
-        if len(begun) == 1 and logprob <= 1e-3:  # a token may be the start of a word, such as Y
-            shares[begun[0]] += math.exp(logprob)
+        matches = [word for word in shares if start and word.startswith(start)]
+        if len(matches) == 1 and logprob <= 1e-3:  # a token may be the start of a word, such as Y
+            shares[matches[0]] += math.exp(logprob)
     total = sum(shares.values())
     if not total >= LEAST_SHARE:
         words = " or ".join(definition.words)
@@ -140,32 +140,34 @@ def _yes(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]
 
 
 def _rank(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
-    known = completion_names(len(question.rows))
+    names = completion_names(len(question.rows))
     last = "".join(_lines(answer, "(?:final )?ranking")[-1:])
     order = [part.strip().removeprefix("response ").upper() for part in last.split(">")]
-    if sorted(order) != sorted(known):
-        raise Unusable(f"the answer's last line `Ranking: ` does not contain each of {', '.join(known)} once")
-    return [1 - order.index(label) / (len(known) - 1) for label in known]
+    if sorted(order) != sorted(names):
+        raise Unusable(f"the answer's last line `Ranking: ` does not contain each of {', '.join(names)} once")
+    return [1 - order.index(name) / (len(names) - 1) for name in names]
 
 
 def _rubric(definition: Definition, question: JudgeQuestion, answer: dict[str, Any]) -> list[float]:
     total = weights = 0.0
-    for one in definition.criteria or []:
-        choices = [normalize_answer(str(choice)) for choice in one["choices"]]
-        found = _lines(answer, re.escape(normalize_answer(one["name"])))
-        if len(found) != 1 or found[0] not in choices:
-            raise Unusable(f"the answer needs one line `{one['name']}: ` with one of {', '.join(choices)}")
-        weight = float(one.get("weight", 1.0))
-        total += weight * choices.index(found[0]) / (len(choices) - 1)
+    for criterion in definition.criteria or []:
+        choices = [normalize_answer(str(choice)) for choice in criterion["choices"]]
+        answers = _lines(answer, re.escape(normalize_answer(criterion["name"])))
+        if len(answers) != 1 or answers[0] not in choices:
+            raise Unusable(
+                f"the answer needs one line `{criterion['name']}: ` with one of {', '.join(choices)}"
+            )
+        weight = float(criterion.get("weight", 1.0))
+        total += weight * choices.index(answers[0]) / (len(choices) - 1)
         weights += weight
     return [total / weights]
 
 
 def mean_scores(count: int, scored: Sequence[tuple[JudgeQuestion, list[float]]]) -> list[float]:
     """Returns the mean score of each of `count` samples, or 0.5 for a sample without a question."""
-    several: list[list[float]] = [[] for _ in range(count)]
+    row_scores: list[list[float]] = [[] for _ in range(count)]
     for question, scores in scored:
         for rows, score in zip(question.rows, scores, strict=True):
             for row in rows:
-                several[row].append(score)
-    return [mean(scores or [0.5]) for scores in several]
+                row_scores[row].append(score)
+    return [mean(scores or [0.5]) for scores in row_scores]

@@ -44,26 +44,28 @@ class JudgeReward(Reward):
 
     def score(self, samples: Samples) -> list[float]:
         definition = self.definition
-        asked = forms.make_questions(
+        questions = forms.make_questions(
             definition, samples.prompts, samples.completions, samples.rows, samples.groups
         )
-        several = [one for one in asked for _ in range(definition.draws)]
+        draws = [question for question in questions for _ in range(definition.draws)]
         requests = [
             JudgeRequest(
-                one.messages, number % definition.draws, partial(forms.scores_in_answer, definition, one)
+                question.messages,
+                number % definition.draws,
+                partial(forms.scores_in_answer, definition, question),
             )
-            for number, one in enumerate(several)
+            for number, question in enumerate(draws)
         ]
         answers = loop.run_coroutine(self.client.answers(requests))
         scored = [
-            (one, forms.scores_in_answer(definition, one, answer))
-            for one, answer in zip(several, answers, strict=True)
+            (question, forms.scores_in_answer(definition, question, answer))
+            for question, answer in zip(draws, answers, strict=True)
         ]
         notes: list[dict[str, Any]] = [{"words": [], "orders": []} for _ in samples.rows]
-        for (one, scores), answer in zip(scored, answers, strict=True):
-            for place, (rows, score) in enumerate(zip(one.rows, scores, strict=True)):
+        for (question, scores), answer in zip(scored, answers, strict=True):
+            for position, (rows, score) in enumerate(zip(question.rows, scores, strict=True)):
                 for row in rows:
                     notes[row]["words"].append(answer["text"])
-                    notes[row]["orders"] += [(place, score)] if self.compares else []
+                    notes[row]["orders"] += [(position, score)] if self.compares else []
         samples.notes[self.name] = notes
         return forms.mean_scores(len(samples), scored)

@@ -100,10 +100,10 @@ class Store:
         if self.remote:
             yield key not in self.answers
             return
-        place = int(key[:15], 16)
+        offset = int(key[:15], 16)
         while True:
             try:
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
                 break
             except OSError:
                 await asyncio.sleep(POLL_S)
@@ -111,7 +111,7 @@ class Store:
             self.refresh()
             yield key not in self.answers
         finally:
-            fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, place)
+            fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, offset)
 
     async def write(self, **record: Any) -> None:
         """Writes a record, together with other waiting records. Returns when the record is on disk or in the bucket."""
