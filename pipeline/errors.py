@@ -19,8 +19,8 @@ def escape_controls(text: str, lines: bool = True) -> str:
     Args:
         lines: whether to keep line ends and tabs. Pass False for names of files and fields.
     """
-    shown = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
-    return shown if lines else shown.replace("\n", "\\n").replace("\t", "\\t")
+    escaped = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+    return escaped if lines else escaped.replace("\n", "\\n").replace("\t", "\\t")
 
 
 class InputError(Exception):
@@ -75,11 +75,11 @@ class OutOfMemory(Failure):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if an error of Python, torch or a CUDA library means out of memory."""
-    said = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
+    phrases = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(text in str(error) for text in said))
+        or (isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     )
 
@@ -122,9 +122,9 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 def error_summary(error: BaseException) -> str:
     """Returns one line with the type and message of the outermost InputError or Failure, or else of the innermost cause."""
     chain = list(causes_of(error))
-    last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
-    message = str(last).strip().splitlines()
-    return f"{type(last).__name__}: {message[0] if message else 'no message'}"[:1000]
+    cause = next((e for e in chain if isinstance(e, (InputError, Failure))), chain[-1])
+    message = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {message[0] if message else 'no message'}"[:1000]
 
 
 def show_value(value: Any) -> str:
