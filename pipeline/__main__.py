@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.commands import COMMANDS, SUMMARIES
 from pipeline.errors import Failure, InputError, causes_of, in_brief
-from pipeline.job import RESUMABLE, STAGES, command_line
+from pipeline.job import RESUMABLE, TRAIN_STAGES, command_line
 from pipeline.job.schema import suggest_known_key
 from pipeline.system import process, terminal
 from pipeline.system.credentials import take_forwarded, without_secrets
@@ -123,7 +123,7 @@ def run_subcommand(verb: str, path: str, overrides: list[str]) -> int:
         if verb in submit.VERBS:
             submit.check_address(address)
     command = COMMANDS.get(verb)
-    trains = verb in STAGES
+    trains = verb in TRAIN_STAGES
     module = f"pipeline.{'stages' if trains else 'commands'}.{verb}"
     if command and command.takes != "job":
         importlib.import_module(module).run(path, overrides)

@@ -29,7 +29,7 @@ from running import NO_EVAL, ROOT, stage
 
 from pipeline.__main__ import main
 from pipeline.errors import InputError
-from pipeline.job import JOBS, load_job, schema
+from pipeline.job import ALL_STAGES, load_job, schema
 from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import STAGE_SPECS
 
@@ -275,7 +275,7 @@ def loaded(cases, seed):
     """Loads jobs with random keys and values. Returns the accepted jobs. All other jobs must raise an InputError on one line."""
     dice, accepted = random.Random(seed), []
     for _ in range(cases):
-        kind = dice.choice(JOBS)
+        kind = dice.choice(ALL_STAGES)
         keys, values = [*schema.keys_of(kind), *TOP], [*NASTY, *PLAUSIBLE]
         given = [f"{dice.choice(keys)}={as_text(dice.choice(values))}" for _ in range(dice.choice((1, 1, 2)))]
         try:
@@ -288,7 +288,7 @@ def loaded(cases, seed):
 
 
 def test_every_key_with_every_value_is_accepted_or_answered(in_root):
-    assert 30 < len(loaded(1200, seed=1)) < 400
+    assert 10 < len(loaded(400, seed=1)) < 130
 
 
 @pytest.mark.slow

@@ -320,10 +320,11 @@ def test_every_command_is_covered():
     special = (
         *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
+        # commands/test_collect.py
         *(
             "bash jobs/demo/iterate.sh",
             "NAME=seed-2 SEED=2 bash jobs/demo/iterate.sh",
-        ),  # commands/test_collect.py
+        ),
         "bash jobs/demo/judge.sh",  # scoring/test_runs.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py

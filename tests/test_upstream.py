@@ -68,11 +68,12 @@ def test_the_environment_variables_are_still_read():
         known |= set(re.findall(rb'"(RAY_\w+)"', path.read_bytes()))
     for binary in ("_raylet.so", "core/src/ray/raylet/raylet"):
         known |= set(re.findall(rb"RAY_\w+", (root / binary).read_bytes()))
+    # pipeline/run/session.py
     of_session = {
         *session.ENVIRONMENT,
         *session.EMBEDDED,
         *session.secured_environment(),
-    }  # pipeline/run/session.py
+    }
     of_ray = {name for name in of_session if name.startswith("RAY_")}
     of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
     assert of_ray <= {name.decode() for name in known}

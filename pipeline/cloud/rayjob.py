@@ -74,10 +74,11 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
         submitter = make_pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
+        # Kueue resumes the suspended job later
         spec |= {
             "suspend": bool(queue),
             "rayClusterSpec": cluster,
-        }  # Kueue resumes the suspended job later
+        }
     if kind == "RayCronJob":
         spec = {"schedule": schedule, "jobTemplate": spec}
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}

@@ -32,8 +32,8 @@ from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
 # Stages whose run.name becomes the name of the submission
-RUNS = tuple(name for name, spec in STAGE_SPECS.items() if spec.runs_in != "here")
-VERBS = (*RUNS, "sweep", "validate", "run")
+CLUSTER_STAGES = tuple(name for name, spec in STAGE_SPECS.items() if spec.runs_in != "here")
+VERBS = (*CLUSTER_STAGES, "sweep", "validate", "run")
 # Environment variables of this machine that are forwarded to a job. AWS_* is not forwarded, because nodes have a role.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
@@ -46,7 +46,7 @@ SILENT_SECONDS = 600  # time without a response after which this process stops s
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     """Checks a job, submits it, and shows its log. Returns the job's exit status."""
     name, workloads = load_workloads(verb, path, overrides)
-    if verb in RUNS and workloads[0].name is None:
+    if verb in CLUSTER_STAGES and workloads[0].name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
     with api.first_contact():
@@ -126,8 +126,8 @@ def load_workloads(verb: str, path: str, overrides: list[str]) -> tuple[str, lis
         sweep = space.read_sweep(path, overrides)
         return str(sweep.job.run.name), [workload_of(load_job(path, sweep.arguments))]
     else:
-        jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
-    name = jobs[0].run.name if verb in RUNS else None
+        jobs = [load_job(path, overrides, verb if verb in CLUSTER_STAGES else None)]
+    name = jobs[0].run.name if verb in CLUSTER_STAGES else None
     default = f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
     return name or default, [workload_of(job) for job in jobs]
 

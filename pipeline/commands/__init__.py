@@ -1,4 +1,4 @@
-"""Lists the subcommands that are not stages. Each subcommand has a row in the table COMMANDS and a file in this folder."""
+"""Lists the subcommands that are not stages. Each has a row in COMMANDS. The folder also has the stages that do not train."""
 
 from typing import Literal, NamedTuple
 

@@ -4,7 +4,7 @@ source <(rlhf completion)        in ~/.bashrc or ~/.zshrc
 """
 
 from pipeline.commands import COMMANDS, SUMMARIES
-from pipeline.job import STAGES
+from pipeline.job import TRAIN_STAGES
 from pipeline.job.schema import keys_of
 from pipeline.job.stages import STAGE_SPECS
 
@@ -51,4 +51,4 @@ def stages_of(verb: str) -> list[str]:
     command = COMMANDS[verb]
     if verb != "sweep" and command.takes != "job":
         return []
-    return [command.stage] if command.stage else [*STAGES]
+    return [command.stage] if command.stage else [*TRAIN_STAGES]

@@ -118,9 +118,8 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     adapter = adapter_files.read_settings(folder)
     if setting := lora.ignored_by_vllm(adapter):
         return f"vLLM would ignore the adapter's {setting}; merge the adapter instead (trainer.merge=true)"
-    rank = max(
-        8, 1 << (adapter_files.largest_rank_in_folder(folder) - 1).bit_length()
-    )  # a power of two, at least 8
+    # a power of two, at least 8
+    rank = max(8, 1 << (adapter_files.largest_rank_in_folder(folder) - 1).bit_length())
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
     words += ["--lora-modules", f"{name}={folder}"]
     if name == "reward":

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import report
 from pipeline.errors import Failure, InputError
-from pipeline.job import STAGES, Job, command_line, load_job
+from pipeline.job import TRAIN_STAGES, Job, command_line, load_job
 from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import headline_metrics
 from pipeline.registry import file_of_uri
@@ -141,7 +141,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
         prefix, _, rest = override.partition(".")
         if prefix == stage:
             selected.append(rest)
-        elif prefix not in STAGES:
+        elif prefix not in TRAIN_STAGES:
             selected.append(override)
         elif prefix not in ORDER:
             raise InputError(f"{override}: `run` has no stage {prefix!r}; its stages are {', '.join(ORDER)}")

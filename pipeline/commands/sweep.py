@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline import registry, run_folder
 from pipeline.errors import Failure, InputError
-from pipeline.job import JOBS
+from pipeline.job import ALL_STAGES
 from pipeline.job.identity import identity_of
 from pipeline.job.libraries import check_with_libraries
 from pipeline.run import launch as runs
@@ -173,11 +173,11 @@ def output_in_log(sweep: Sweep) -> Iterator[None]:
         yield
         return
     with open(f"{sweep.folder}/output.log", "a", encoding="utf-8") as log:
-        console.attach_ray_printer(JOBS, log)
+        console.attach_ray_printer(ALL_STAGES, log)
         try:
             yield
         finally:
-            console.attach_ray_printer(JOBS)
+            console.attach_ray_printer(ALL_STAGES)
 
 
 def end_of_sweep(sweep: Sweep, summary: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ class RowsDigest:
 
 @dataclass
 class Counts:
-    """The counts of one chunk. The size of this object does not grow with the chunk."""
+    """The counts of one chunk. Only `keys` grows with the number of rows."""
 
     chunk: FileChunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "overlong") -> 3

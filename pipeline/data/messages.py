@@ -152,9 +152,8 @@ def dialogue_to_messages(value: Any) -> Any:
         return value
     if all(isinstance(item, str) for item in value):  # as in the dataset LIMA
         return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(value)]
-    if all(
-        isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value
-    ):  # as in the dataset Capybara
+    # as in the dataset Capybara
+    if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value):
         sides = {"input": "user", "output": "assistant"}
         return [{"role": role, "content": item[name]} for item in value for name, role in sides.items()]
     return value
@@ -290,9 +289,8 @@ def check_last(turns: Turns, key: str) -> None:
     if last["role"] != "assistant":
         expected = "a conversation that ends with an `assistant` turn"
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
-    if not text_after_thoughts(last["content"]) and not last.get(
-        "tool_calls"
-    ):  # an empty completion would train the policy to end immediately
+    # an empty completion would train the policy to end immediately
+    if not text_after_thoughts(last["content"]) and not last.get("tool_calls"):
         expected = "a turn with content; `weight: 0` can exclude earlier turns from training"
         raise RowError("empty_completion", key, show_json(last["content"]), expected)
 

@@ -161,9 +161,8 @@ def resolve_labels(
     made = {name: tuple(map(with_rule, sources)) for name, sources in kinds.items()}
     for head in heads:
         kind = with_rule(head.kind)
-        kind = kind.with_preprocess(
-            replace(kind.preprocess, transform=None)
-        )  # head.rows are already the results of data.transform
+        # head.rows are already the results of data.transform
+        kind = kind.with_preprocess(replace(kind.preprocess, transform=None))
         if head.rows and not any(fits_kind(row, kind) for row in head.rows):
             problem = guess.explain_misfit(head.rows, kind_of(kind.stage), head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")

@@ -1,7 +1,7 @@
 """Reads, validates and tokenizes a job's rows once, and writes them to Arrow files ("parts") in a cache folder.
 
 For each chunk of a file, a task reads the rows one after another and writes a part, an Arrow file of token rows (tasks.py).
-The driver receives only counts, so its memory does not grow with the data. The driver makes the report from the counts
+The driver receives counts and two dozen bytes of hashes per row, which find duplicates. It makes the report from the counts
 (report.py), rejects unusable data, and loads the parts as tables. Later runs with the same files, tokenizer, template and
 options reuse the parts.
 """

@@ -143,10 +143,11 @@ def _rows(batch: Any) -> Iterator[Any]:
                 name: parse_json(value) if name in texts else without_nulls(value)
                 for name, value in row.items()
             }
+    # Python cannot represent text that is not UTF-8, or a date before the year 1
     except (
         ValueError,
         OverflowError,
-    ) as error:  # Python cannot represent text that is not UTF-8, or a date before the year 1
+    ) as error:
         if batch.num_rows > 1:
             for index in range(batch.num_rows):
                 yield from _rows(batch.slice(index, 1))

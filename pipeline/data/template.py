@@ -144,9 +144,8 @@ class ChatTemplate:
             return len(head), len(whole)
         follows = i > 0 and whole.startswith(head)
         bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
-        for turn in (
-            (turns[i], bare) if bare != turns[i] else (bare,)
-        ):  # the template of gpt-oss drops the thoughts before a final answer
+        # the template of gpt-oss drops the thoughts before a final answer
+        for turn in (turns[i], bare) if bare != turns[i] else (bare,):
             so_far = self.render([*turns[:i], turn], False)
             if whole.startswith(so_far):
                 # The span includes the text that the template writes before the content.

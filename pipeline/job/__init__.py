@@ -20,11 +20,10 @@ from pipeline.job.stages import INPUTS, STAGE_SPECS
 from pipeline.job.yaml_tree import Tree, read_tree
 from pipeline.system import hub
 
-JOBS = tuple(STAGE_SPECS)  # all stages
-STAGES = tuple(name for name in JOBS if STAGE_SPECS[name].runs_in == "train")
-RESUMABLE = tuple(
-    name for name in JOBS if STAGE_SPECS[name].runs_in in ("train", "data")
-)  # stages whose runs can be resumed
+ALL_STAGES = tuple(STAGE_SPECS)  # every value of the key `stage`
+TRAIN_STAGES = tuple(name for name in ALL_STAGES if STAGE_SPECS[name].runs_in == "train")
+# stages whose runs can be resumed
+RESUMABLE = tuple(name for name in ALL_STAGES if STAGE_SPECS[name].runs_in in ("train", "data"))
 # {section: type}, in the order of the checks
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
@@ -79,8 +78,8 @@ def _check_file(path: Path, stage: str) -> None:
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     """Checks a parsed job file and returns its job. Raises InputError for the first mistake."""
     job_stage = tree.data.get("stage")
-    if job_stage not in JOBS:
-        raise tree.error("stage", f"found {show_value(job_stage)}, expected one of {', '.join(JOBS)}")
+    if job_stage not in ALL_STAGES:
+        raise tree.error("stage", f"found {show_value(job_stage)}, expected one of {', '.join(ALL_STAGES)}")
     if stage not in (None, job_stage):
         sibling = Path(path).with_name(f"{stage}.yaml")
         advice = f"use {sibling}" if sibling.exists() else f"use python -m pipeline {job_stage} {path}"

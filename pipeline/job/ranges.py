@@ -15,9 +15,8 @@ Fraction = Annotated[float, Ge(0), Lt(1)]
 Rate = Annotated[float, Gt(0), Le(100)]
 Factor = Annotated[float, Gt(0), Le(10**6)]
 Weight = Annotated[float, Ge(0), Le(10**6)]
-Norm = (
-    Literal[0] | Annotated[float, Ge(1e-6), Le(10**6)]
-)  # maximum gradient norm; smaller values would underflow
+# maximum gradient norm; smaller values would underflow
+Norm = Literal[0] | Annotated[float, Ge(1e-6), Le(10**6)]
 Seconds = Annotated[float, Gt(0), Le(86_400)]
 Patience = Literal[-1] | Annotated[float, Ge(0), Le(365 * 86_400)]  # seconds, or -1 for no limit
 

@@ -31,6 +31,7 @@ from pipeline.job.job import (
 )
 from pipeline.job.lora import adapts_lm_head, ignored_by_vllm
 from pipeline.job.rollout import RolloutConfig
+from pipeline.job.stages import StageSpec
 
 Problems = Iterator[tuple[str, str]]  # (key of the job, description of the problem)
 
@@ -111,7 +112,7 @@ def find_problems(job: Job) -> Problems:
             problem = "no rows to evaluate on; set data.eval or data.eval_fraction"
             yield f"trainer.{key}", f"{problem}, or {key}={str(off).lower()}"
     yield from _source_problems(data, bool(spec.learns))
-    yield from batch_problems(job, job.workers)
+    yield from batch_problems(data.batch_size, job.trainer, spec, job.workers)
     for section in ("scaling", "rollout"):
         for label, value in (job.value(f"{section}.label_selector") or {}).items():
             if " " in value:  # Ray 2.60 does not strip spaces from labels
@@ -291,16 +292,19 @@ def _source_problems(data: Data, learns: bool) -> Problems:
         yield "data.train", f"{reason}; expected a weight for each source, or for none"
 
 
-def batch_problems(job: Job, workers: tuple[int, int]) -> Problems:
+def batch_problems(
+    size: int | None, trainer: dict[str, Any], spec: StageSpec, workers: tuple[int, int]
+) -> Problems:
     """Yields data.batch_size if it is not a multiple of the number of rows that all workers process at once.
 
     Args:
+        size: data.batch_size.
         workers: the minimum and maximum number of workers.
     """
-    size, key = job.data.batch_size, "per_device_train_batch_size"
-    if size is None or not job.spec.trl:
+    if size is None or not spec.trl:
         return
-    device = job.trainer.get(key, schema.keys(job.spec.trainer)[key]["default"])
+    key = "per_device_train_batch_size"
+    device = trainer.get(key, schema.keys(spec.trainer)[key]["default"])
     low, high = workers
     step = device * math.lcm(*range(low, high + 1))
     if size % step:

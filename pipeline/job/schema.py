@@ -100,10 +100,8 @@ def find_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
     part = "".join(f"{shorten(str(key))}: " for key in error.absolute_path)
-    instance, expected = (
-        error.instance,
-        error.schema,
-    )  # the mismatched part of the value, and the schema of this part
+    # the mismatched part of the value, and the schema of this part
+    instance, expected = error.instance, error.schema
     similar = difflib.get_close_matches(str(instance), list(map(str, _choices(expected))), n=1)
     hint = f"; did you mean {similar[0]}?" if similar else ""
     if isinstance(instance, (int, float)):

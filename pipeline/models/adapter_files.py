@@ -149,9 +149,8 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
         exact[key] = given.get(key, 8)
         value_of = dict.fromkeys(rank_of, exact[key])
         try:
-            for name, value in reversed(
-                (given.get(pattern) or {}).items()
-            ):  # the first matching pattern applies
+            # the first matching pattern applies
+            for name, value in reversed((given.get(pattern) or {}).items()):
                 matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
                 value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:

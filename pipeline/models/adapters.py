@@ -66,9 +66,8 @@ class SharedBase(nn.Module):
         self.trainable: dict[str, bool] = {}
         self.autocast = autocast
         self.gradient_checkpointing = False
-        self._stored: dict[
-            str, str
-        ] = {}  # role -> name of its adapter; a role that is only a head uses another role's adapter
+        # role -> name of its adapter; a role that is only a head uses another role's adapter
+        self._stored: dict[str, str] = {}
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
         self.role: str | None = None  # active role, or None for the bare base

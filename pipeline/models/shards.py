@@ -73,9 +73,8 @@ def load_shards(
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with errors_of_files(
-            model
-        ):  # generation_config.json may name additional tokens that end a completion
+        # generation_config.json may name additional tokens that end a completion
+        with errors_of_files(model):
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)

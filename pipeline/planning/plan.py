@@ -49,10 +49,11 @@ GPUS = {
 MAX_FILL = 0.9
 # Assumed fraction of a GPU's peak FLOP/s and of its memory bandwidth. The plan prints the assumed fraction.
 UTILIZATION = 0.35
+# memory of Python, torch and Ray, or of CUDA's context and workspaces
 RUNTIME = {
     "cpu": 0.75 * GIB,
     "cuda": 0.9 * GIB,
-}  # memory of Python, torch and Ray, or of CUDA's context and workspaces
+}
 # Allocated memory divided by memory in use. glibc's allocator cannot reuse a free block of exactly the right size if the
 # block must be aligned, so it allocates twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 would avoid this waste, but runs
 # would take 25 % longer.

@@ -150,9 +150,8 @@ class WandB(Tracker):
         if self.run is None:
             return
         if final:
-            self.run.log(
-                self.row, step=self.next, commit=True
-            )  # an uncommitted row would later overwrite the summary
+            # an uncommitted row would later overwrite the summary
+            self.run.log(self.row, step=self.next, commit=True)
             self.run.summary.update(final)
         self.run.finish()
         if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):

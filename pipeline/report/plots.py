@@ -21,12 +21,13 @@ VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FA
 FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
 SIZE = (3.9, 2.15)  # width and height of one panel in inches
 SMOOTH_FROM = 60  # lines with at least this many points are drawn pale, with their running mean on top
+# style of a reference line
 DASHED: Any = {
     "color": FAINT,
     "linewidth": 0.8,
     "linestyle": (0, (2, 2)),
     "zorder": 1,
-}  # style of a reference line
+}
 Draw = Callable[[Any], None]  # function that draws into matplotlib axes
 
 

@@ -61,9 +61,8 @@ def _limit(work: Work, phase: str) -> str:
 
 def _halved(work: Work, key: str) -> list[str]:
     now = _value(work, key)
-    if (
-        now is None and key == "local_rollout_forward_batch_size"
-    ):  # if the key is null, the free memory decides
+    # if the key is null, the free memory decides
+    if now is None and key == "local_rollout_forward_batch_size":
         now = work.args.planned_rows(work.places.workers.fewest)
     if now is None and key == "max_tokens_per_micro_batch":
         from pipeline.scoring.forward import FORWARD_TOKENS

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.job import JOBS
+from pipeline.job import ALL_STAGES
 from pipeline.settle import placement
 from pipeline.settle.placement import Places
 from pipeline.system import console, process, storage
@@ -87,7 +87,7 @@ def ray_session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
         else embedded_ray(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
     ):
         process.listen()  # ray.init() has installed its own handlers
-        console.attach_ray_printer(JOBS)
+        console.attach_ray_printer(ALL_STAGES)
         # By default, Ray Data warns of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
         placement.check_fits(places)  # a second check, because Ray's resources are known only after its start

@@ -270,9 +270,8 @@ class Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(
-                TaskCancelledError
-            ):  # Ray Serve raises this error if the client disconnects
+            # Ray Serve raises this error if the client disconnects
+            with contextlib.suppress(TaskCancelledError):
                 await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()

@@ -51,12 +51,13 @@ HEAD = "node:__internal_head__"  # resource that only the head node has in Ray
 FLUSH_S = 0.2  # time between two reports of a replica to the recorder
 MAX_UNSENT_ANSWERS = 10_000  # maximum number of answers that a replica keeps while the recorder restarts
 RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
+# {HTTP status of an error: headers of the response}
 HEADERS = {
     408: CLOSE,
     413: CLOSE,
     429: RETRY,
     503: RETRY,
-}  # {HTTP status of an error: headers of the response}
+}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 

@@ -150,9 +150,8 @@ class FeedbackStore:
                 raise Refused(400, why, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
-            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[
-                :16
-            ]  # only a digest, because the row contains the full text
+            # only a digest, because the row contains the full text
+            content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
         earlier = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",

@@ -18,9 +18,8 @@ from pipeline.system import terminal
 
 GPU_LABEL = "ray.io/accelerator-type"  # node label whose value is the name of the node's GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of Ray's resource for scaling.accelerator_type
-EMBEDDED_CPUS = max(
-    4, os.cpu_count() or 1
-)  # CPUs that a local Ray declares; data tasks need CPUs in addition to the workers
+# CPUs that a local Ray declares; data tasks need CPUs in addition to the workers
+EMBEDDED_CPUS = max(4, os.cpu_count() or 1)
 REPORT_INTERVAL_S = 30.0  # time between two lines about missing resources
 # States in which Ray Train's controller has no running workers.
 WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")

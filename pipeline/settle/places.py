@@ -32,6 +32,9 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     if kind := scaling.get("accelerator_type"):
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
 
+    def divides_batch(count: int) -> bool:
+        return not any(batch_problems(job.data.batch_size, job.trainer, job.spec, (count, count)))
+
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
     rollout_on_gpu = on_gpu if config.use_gpu is None else config.use_gpu
     given = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu}
@@ -44,7 +47,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         on_gpu=on_gpu,
         rollout_on_gpu=rollout_on_gpu,
         scaling=scaling,
-        smaller=[count for count in range(fewest - 1, 0, -1) if not any(batch_problems(job, (count, count)))],
+        smaller=[count for count in range(fewest - 1, 0, -1) if divides_batch(count)],
         timeout_s=job.run.placement_timeout_s,
     )
 

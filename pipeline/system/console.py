@@ -97,9 +97,8 @@ def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
 
 def show_ray_lines(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. Ray's `data` has the keys lines, is_err, pid, actor_name and task_name."""
-    if (
-        data.get("pid") == "autoscaler"
-    ):  # the autoscaler's complete log, from which Ray selects the lines for users
+    # the autoscaler's complete log, from which Ray selects the lines for users
+    if data.get("pid") == "autoscaler":
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}

@@ -33,9 +33,8 @@ from pipeline.errors import InputError, LeaseLost
 from pipeline.system import storage, terminal
 
 FOLDER = "lease"  # subfolder with the lease's files
-SECONDS = float(
-    os.environ.get("PIPELINE_LEASE_S", "60")
-)  # duration of a lease, which its owner renews every SECONDS / 4
+# duration of a lease, which its owner renews every SECONDS / 4
+SECONDS = float(os.environ.get("PIPELINE_LEASE_S", "60"))
 POLL_S = 1.0  # seconds between two reads of a lease that may expire
 HELD = ".held"  # file in an attempt's scratch folder, on which all its processes hold a shared lock
 ABANDONED_S = 3600  # age at which an unlocked scratch folder is deleted; a new folder may get its lock soon

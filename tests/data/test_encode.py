@@ -73,11 +73,12 @@ WEIGHED = [  # turns, other fields of the row, and the only trained turn
     ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
     ([USER, {**FIRST, "loss": False}, QUESTION, {**LAST, "loss": True}], {}, "bye"),
+    # the system prompt is added as a turn before the row's turns
     (
         [USER, FIRST, QUESTION, {**LAST, "train": False}],
         {"system": "s"},
         "yo",
-    ),  # the system prompt is added as a turn before the row's turns
+    ),
 ]
 
 

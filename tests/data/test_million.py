@@ -97,9 +97,8 @@ def test_a_million_rows_of_two_weighted_sources(tmp_path):
     assert sources == outcomes["jsonl"]["sources"] and [source[:2] for source in sources] == [
         [size, size] for size in SIZES
     ]
-    for name, size in outcomes["parquet"][
-        "peaks"
-    ].items():  # Parquet files are read by row group, and JSON Lines files by chunk
+    # Parquet files are read by row group, and JSON Lines files by chunk
+    for name, size in outcomes["parquet"]["peaks"].items():
         assert size < 1.25 * outcomes["jsonl"]["peaks"][name] + 96 * MIB, name
     draws = [drawn for *_, drawn in sources]
     assert all(abs(drawn - sum(draws) * weight) < 1 for drawn, weight in zip(draws, WEIGHTS, strict=True))

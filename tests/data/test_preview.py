@@ -41,11 +41,12 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
     two = [{**PAIR, "better": ("left one", "right one")[i % 2]} for i in range(8)]
     with pytest.raises(InputError, match=r"\{first: left one, second: right one\}' if left one means"):
         look(tmp_path, two, columns=COLUMNS)
+    # rows after the preview are checked when they are read
     by = [
         *ones,
         {**PAIR, "better": {"by": "me"}},
         {**PAIR, "better": 1, "margin": 1.0},
-    ]  # rows after the preview are checked when they are read
+    ]
     assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
 
 

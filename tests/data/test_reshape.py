@@ -226,9 +226,8 @@ def test_a_transform_returns_one_row_several_or_none():
     bad = RowError("not_json", "", "x", "y")
     assert through("twice", bad) == [bad]
     (error,) = through("some", stage="rm", columns={"chosen": "completion", "rejected": "other"})
-    assert (
-        error.field == "other" and "prompt, completion" in error.found
-    )  # data.columns applies after data.transform
+    # data.columns applies after data.transform
+    assert error.field == "other" and "prompt, completion" in error.found
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,8 @@ def test_a_folder_with_a_readme(folder):
     for item in ("/test_prefs", ":default/test_prefs"):
         assert found(f"{folder}{item}", "data.eval") == ["test-00000-of-00001.parquet"]
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
-    assert found(f"{folder}/data/test*") == [
-        "test-00000-of-00001.parquet"
-    ]  # a glob pattern may select files in a dataset folder
+    # a glob pattern may select files in a dataset folder
+    assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
@@ -90,9 +89,8 @@ def test_a_folder_with_a_readme(folder):
             found(f"{folder}{item}")
     (folder / "README.md").unlink()
     assert len(found(folder)) == 2  # all files but data/test-00000-of-00001.parquet
-    assert found(f"{folder}:default/train") == [
-        "train-00000-of-00001.parquet"
-    ]  # without a README, the file names determine the splits
+    # without a README, the file names determine the splits
+    assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]
 
 
 def test_a_readme_that_lists_data_files_is_rejected(tmp_path):

@@ -341,9 +341,8 @@ def test_gate_rules():
 
 
 def test_a_gate_without_the_held_out_rows_that_it_needs(tmp_path, in_root):
-    taken_away = load_job(
-        "jobs/demo/sft.yaml", ["data.eval=null"]
-    )  # without eval rows, a gate from the job file only causes a warning
+    # without eval rows, a gate from the job file only causes a warning
+    taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])
     assert "gate.eval_loss: needs held-out rows" in " ".join(find_warnings(taken_away))
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])

@@ -7,11 +7,11 @@ import pytest
 from running import ROOT
 
 from pipeline.errors import InputError
-from pipeline.job import JOBS, load_job
+from pipeline.job import ALL_STAGES, load_job
 from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import STAGE_SPECS
 
-SHIPPED = [path for path in sorted((ROOT / "jobs").glob("*/*.yaml")) if path.stem in JOBS]
+SHIPPED = [path for path in sorted((ROOT / "jobs").glob("*/*.yaml")) if path.stem in ALL_STAGES]
 REJECTED = [
     ("sft", ["trainer.optim_args=foo"], r"trainer\.optim_args: found 'foo'; SFTConfig says: not enough values"),
     ("sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], r"trainer\.lr_scheduler_type: found 'warmup_stable_decay'"),

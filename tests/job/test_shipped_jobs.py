@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
-from pipeline.job import STAGES, load_job
+from pipeline.job import TRAIN_STAGES, load_job
 
 PROFILES = ("demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora")
 SHARDED = "llama3-70b"  # the only profile with FSDP, because its unsharded base fits on no GPU
@@ -36,7 +36,7 @@ def test_a_job_loads_and_its_header_works(path):
 
 @pytest.mark.parametrize("profile", [*PROFILES, SHARDED])
 def test_the_stages_of_a_profile_fit_together(profile):
-    jobs = {stage: load_job(f"jobs/{profile}/{stage}.yaml") for stage in STAGES}
+    jobs = {stage: load_job(f"jobs/{profile}/{stage}.yaml") for stage in TRAIN_STAGES}
     assert len({repr((j.model, j.run.storage_path, j.mlflow.experiment)) for j in jobs.values()}) == 1
     made = {stage: f"models:/{j.mlflow.registered_model}@{j.mlflow.alias}" for stage, j in jobs.items()}
     started = {jobs[stage].policy for stage in ("dpo", "kto", "ppo")} | {jobs["evaluate"].baseline}

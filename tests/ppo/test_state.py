@@ -25,7 +25,8 @@ def threads(request):
     ("critic", "dtype", "threads"),
     [
         ("adapter", "float32", 1),
-        ("head", "float32", 2),
+        # tests/run/test_resume.py also kills and resumes a job with a head
+        pytest.param("head", "float32", 2, marks=pytest.mark.slow),
         pytest.param("head", "bfloat16", 2, marks=pytest.mark.slow),  # slow on CPUs without bf16 instructions
     ],
     indirect=["threads"],

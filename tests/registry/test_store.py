@@ -99,12 +99,12 @@ def first_run(rank, folder):
 def test_first_runs_that_start_at_the_same_time_create_one_store(tmp_path, monkeypatch, in_root):
     """Without a lock, one of two runs that create MLflow's tables at the same time would fail."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    printed = in_processes(first_run, str(tmp_path / "new"), processes=3)
+    printed = in_processes(first_run, str(tmp_path / "new"), processes=2)
     assert not re.search("Traceback|INFO", "".join(printed))
     mlflow = registry.client(f"sqlite:///{tmp_path}/new/mlflow.db")
     (experiment,) = [e for e in mlflow.search_experiments() if e.name == "rlhf"]
     statuses = [run.info.status for run in mlflow.search_runs([experiment.experiment_id])]
-    assert statuses == ["FINISHED"] * 3
+    assert statuses == ["FINISHED"] * 2
     assert sorted(os.listdir(tmp_path / "new")) == ["artifacts", "mlflow.db", "mlflow.db.lock"]
 
 

@@ -17,9 +17,8 @@ SMALL = [
 def steps_of(folder: Path) -> tuple[dict[int, collections.Counter], list[int]]:
     """Returns ({step: rows}, number of workers of each attempt). The rows of a repeated step come from its last attempt."""
     written = [text for path in folder.glob("*.jsonl") for text in path.read_text().splitlines()]
-    lines = [
-        json.loads(text) for text in written if text.endswith("}")
-    ]  # a killed process may leave an incomplete last line
+    # a killed process may leave an incomplete last line
+    lines = [json.loads(text) for text in written if text.endswith("}")]
     last = {line["step"]: line["attempt"] for line in sorted(lines, key=lambda line: line["attempt"])}
     rows: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     for line in lines:

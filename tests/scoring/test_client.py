@@ -186,9 +186,8 @@ def test_a_budget_ends_the_run_and_can_be_raised(tmp_path):
             (judge := reward(server, tmp_path, most_calls=5, concurrency=3)).checked(samples(9))
         assert server.paid.total() == 5 == judge.client.counts["judged"]
         assert judge.client.counts["from_store"] == 0, "four questions have no answer"
-        prices = dict(
-            dollars_per_million_input=1e4, dollars_per_million_output=0.0, concurrency=3
-        )  # at these prices, each answer costs a dollar
+        # at these prices, each answer costs a dollar
+        prices = dict(dollars_per_million_input=1e4, dollars_per_million_output=0.0, concurrency=3)
         with pytest.raises(Failure, match=r"spent \(7 answers, \$7; most_dollars: 7"):
             reward(server, tmp_path, most_dollars=7, **prices).checked(samples(9))
         assert server.paid.total() == 7

@@ -12,12 +12,13 @@ from tools.chaos.runs import until
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_ray")]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+# prompts to which the versions give different answers
 TEXTS = [
     "7 blue of",
     "Why?",
     "Say the",
     "xq zz 12 capital",
-]  # prompts to which the versions give different answers
+]
 
 
 def greedy(url, model):

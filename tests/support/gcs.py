@@ -33,9 +33,8 @@ class Bucket(Handler):
         self.answer({"error": {"code": status, "message": why, "errors": [{"reason": why}]}}, status)
 
     def store(self, name, content, query, metadata=None):
-        with (
-            self.server.lock
-        ):  # the lock lets no other request write between the check of the condition and the write
+        # the lock lets no other request write between the check of the condition and the write
+        with self.server.lock:
             there = self.server.objects.get(name, (b"", 0))[1]
             if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != there:
                 self.missing(412, "conditionNotMet")

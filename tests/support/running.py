@@ -11,7 +11,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from pipeline.__main__ import main
-from pipeline.job import STAGES, load_job
+from pipeline.job import TRAIN_STAGES, load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -26,12 +26,12 @@ def stage(
     os.chdir(ROOT)
     try:
         file, settings = job or f"jobs/demo/{verb}.yaml", ["gate={}", f"run.storage_path={storage}"]
-        settings += ["run.report=false"] if verb in STAGES else []  # drawing a report takes two seconds
+        settings += ["run.report=false"] if verb in TRAIN_STAGES else []  # drawing a report takes two seconds
         settings += [f"run.name={name}", *overrides]
         assert main([verb, file, *settings]) == status
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
-        if verb in STAGES and result:  # checks that a gate can name each metric of the run
+        if verb in TRAIN_STAGES and result:  # checks that a gate can name each metric of the run
             known = load_job(file, settings, verb).metrics
             assert not [one for one in result["metrics"] if one not in known.lacks and not known.is_open(one)]
         return result

@@ -66,9 +66,8 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
         kinds = torch.utils._foreach_utils._foreach_supported_types
         kinds.append(GpuTensor)
         stack.callback(kinds.remove, GpuTensor)
-        register_package(
-            5, _location, _restored
-        )  # a smaller number than torch's own entry for the CPU has, so that this entry is tried first
+        # a smaller number than torch's own entry for the CPU has, so that this entry is tried first
+        register_package(5, _location, _restored)
         stack.callback(lambda: _package_registry.remove((5, _location, _restored)))
         stack.enter_context(autocast.kernels())
         stack.enter_context(Mode())

@@ -234,9 +234,8 @@ class Graph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.operations: list[tuple[Callable[..., Any], Any, Any, list[int]]] = []
         self.results: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.made: dict[
-            int, tuple[int, torch.Tensor]
-        ] = {}  # during the capture: id of a tensor -> slot, tensor
+        # during the capture: id of a tensor -> slot, tensor
+        self.made: dict[int, tuple[int, torch.Tensor]] = {}
         self.storages: set[int] = set()
         self.pool_id: Any = None
         self.ready = False

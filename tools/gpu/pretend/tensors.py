@@ -323,9 +323,8 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
         return
     if func.namespace == "c10d":  # nccl.check has checked the tensors of collectives
         return
-    of_cpu = [
-        x for x in tensors if not isinstance(x, GpuTensor) and x.dim()
-    ]  # CUDA accepts CPU tensors with zero dimensions
+    # CUDA accepts CPU tensors with zero dimensions
+    of_cpu = [x for x in tensors if not isinstance(x, GpuTensor) and x.dim()]
     devices = dict.fromkeys(x.device for x in ours)
     devices |= dict.fromkeys(x.device for x in of_cpu if not hasattr(x, "_of_any_device"))
     if len(devices) > 1:
