@@ -62,25 +62,25 @@ The same run.name again continues that run; run.overwrite=true starts it over.
 
 def parser() -> argparse.ArgumentParser:
     settings: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    top = argparse.ArgumentParser(
+    root = argparse.ArgumentParser(
         prog="rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline",
         description="RLHF on Ray: train, compare and register LoRA adapters. One job file is one run.",
         **settings,
     )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in SUMMARIES.items():
-        sub = verbs.add_parser(verb, help=summary, description=summary, **settings)
-        log = "also print the lines of runs/NAME/log.txt"
-        sub.add_argument("-v", "--verbose", action="store_true", help=log)
-        sub.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
+        subparser = verbs.add_parser(verb, help=summary, description=summary, **settings)
+        verbose_help = "also print the lines of runs/NAME/log.txt"
+        subparser.add_argument("-v", "--verbose", action="store_true", help=verbose_help)
+        subparser.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
         takes = COMMANDS[verb].takes if verb in COMMANDS else "job"
         name, meaning, others, others_meaning = WORDS[takes]
-        sub.set_defaults(job="", overrides=[])
+        subparser.set_defaults(job="", overrides=[])
         if name:
-            sub.add_argument("job", metavar=name, help=meaning, nargs="?" if takes == "runs" else None)
+            subparser.add_argument("job", metavar=name, help=meaning, nargs="?" if takes == "runs" else None)
         if verb != "completion":
-            sub.add_argument("overrides", nargs="*", default=[], metavar=others, help=others_meaning)
-    return top
+            subparser.add_argument("overrides", nargs="*", default=[], metavar=others, help=others_meaning)
+    return root
 
 
 def normalize_arguments(arguments: list[str]) -> list[str]:

@@ -69,8 +69,8 @@ class OutOfMemory(Failure):
         self.phase, self.detail, self.remedy = phase, detail, remedy
 
     def __str__(self) -> str:
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        return "; ".join(filter(None, (f"out of memory{where} ({self.detail})", self.remedy)))
+        place = f" in phase {self.phase!r}" if self.phase else ""
+        return "; ".join(filter(None, (f"out of memory{place} ({self.detail})", self.remedy)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,13 +106,13 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     RayTaskError has `cause`. Errors of Ray Train have `controller_failure` or `worker_failures`, which have `_base_exc` (ray
     2.60, private). Remove these private names when Ray chains its exceptions by `__cause__`.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue = [error]
     while queue:
         current = queue.pop(0)
-        if current is None or id(current) in seen:
+        if current is None or id(current) in visited:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         yield current
         keys = ("cause", "_base_exc", "controller_failure", "__cause__")
         queue += [getattr(current, key, None) for key in keys]

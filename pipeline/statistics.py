@@ -41,16 +41,16 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     error, table = 0.0, []
     for i, group in enumerate(members):
         if group:
-            right, confidence = sum(m > 0 for m in group), sum(sigmoid(abs(m)) for m in group)
+            correct, confidence = sum(m > 0 for m in group), sum(sigmoid(abs(m)) for m in group)
             low, high = wilson_interval([m > 0 for m in group])
-            error += abs(right - confidence)
+            error += abs(correct - confidence)
             table.append(
                 {
                     "low": 0.5 + 0.5 * i / bins,
                     "high": 0.5 + 0.5 * (i + 1) / bins,
                     "pairs": len(group),
                     "confidence": confidence / len(group),
-                    "accuracy": right / len(group),
+                    "accuracy": correct / len(group),
                     "accuracy_low": low,
                     "accuracy_high": high,
                 }

@@ -61,8 +61,8 @@ class Chat:
         self.rewards = roles.add_rewards(host, self.shared)
         self.sampling = Sampling.from_args(host.args, host.tokenizer, self.shared)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
-        self.room = host.work.room or sys.maxsize
-        settings = (self.room, "error", True, self.sampling.eos, host.work.data.parse_special_tokens)
+        self.max_prompt = host.work.room or sys.maxsize
+        settings = (self.max_prompt, "error", True, self.sampling.eos, host.work.data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
@@ -135,7 +135,7 @@ class Chat:
                 reason = f"invalid message: found {escape_controls(outcome.found)}; expected {escape_controls(outcome.expected)}"
                 break
             reason = (
-                f"too long: {outcome.found}, but {self.room} fit next to a completion of "
+                f"too long: {outcome.found}, but {self.max_prompt} fit next to a completion of "
                 f"trainer.response_length={self.sampling.max_new_tokens}; shorten your message, or lower this key"
             )
         print(f"   ({reason})", flush=True)

@@ -51,10 +51,10 @@ def load(host: ModelHost) -> Answer:
     sample = make_sampler(host, host.args.num_generations)
     provenance = versions_of_sampling(host.work.versions) | {"seed": host.args.seed}
 
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+    def answer(rows: list[dict[str, Any]], first_row: int) -> list[Record]:
         return [
             {"row": without_replaced_columns(row) | provenance, "samples": samples}
-            for row, samples in sample(rows, first)
+            for row, samples in sample(rows, first_row)
         ]
 
     return answer

@@ -26,9 +26,9 @@ def run(job: Job) -> dict[str, Any]:
 def load(host: ModelHost) -> Answer:
     sample = make_sampler(host, 1)
 
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+    def answer(rows: list[dict[str, Any]], first_row: int) -> list[Record]:
         records = []
-        for row, [result] in sample(rows, first):
+        for row, [result] in sample(rows, first_row):
             if "completion" in row:
                 row["reference_completion"] = row.pop("completion")
             if "score" in result:
@@ -56,9 +56,9 @@ def make_sampler(host: ModelHost, count: int) -> Callable[..., list[tuple[Record
     decoder = roles.make_decoder(host, shared, [role])
     sampling = Sampling.from_args(host.args, host.tokenizer, shared)
 
-    def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:
+    def sample(rows: list[dict[str, Any]], first_row: int) -> list[tuple[Record, list[Record]]]:
         prompts = [row["input_ids"] for row in rows for _ in range(count)]
-        keys = range(first * count, (first + len(rows)) * count)
+        keys = range(first_row * count, (first_row + len(rows)) * count)
         completions = decoder.generate(role, prompts, keys, sampling)
         originals = [json.loads(row["row"]) for row in rows]
         sources = [row for row in originals for _ in range(count)]

@@ -123,12 +123,12 @@ def ancestors_of_version(
     reference: str, uri: str, depth: int = 0, role: str = ""
 ) -> Iterator[AncestorOfExport]:
     """Yields a model version and all its ancestors, depth first."""
-    facts: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
-        facts = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
-    yield AncestorOfExport(reference, facts, depth, role)
-    for name, parent in facts.get("parents", {}).items():
+        record = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
+    yield AncestorOfExport(reference, record, depth, role)
+    for name, parent in record.get("parents", {}).items():
         yield from ancestors_of_version(parent, uri, depth + 1, name.removesuffix(".0"))
 
 

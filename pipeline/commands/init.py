@@ -157,8 +157,8 @@ def parse_options(path: str, options: list[str]) -> Request:
 def profile_name(path: str) -> str:
     """Derives a name for the profile from a path or URI."""
     match = DATA_SET.fullmatch(path)
-    last = (match["repo"] if match else path.rstrip("/")).rpartition("/")[2]
-    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
+    basename = (match["repo"] if match else path.rstrip("/")).rpartition("/")[2]
+    return re.sub(r"[^\w-]+", "_", basename.partition(".")[0]).strip("_") or "data"
 
 
 def check_readable(request: Request, sources: list[RowSource]) -> None:
@@ -191,13 +191,13 @@ def write_jobs(request: Request, jobs: dict[str, str]) -> None:
 
 def jobs_with_lengths(request: Request, sources: list[RowSource]) -> dict[str, str]:
     """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that cannot read any of their rows."""
-    unclear = {
+    unclear_stages = {
         stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
     }
     while True:
         jobs = jobs_for(request, sources)
         write_jobs(request, jobs)
-        unreadable = set_lengths(request.folder, jobs) - request.existing.keys() - unclear
+        unreadable = set_lengths(request.folder, jobs) - request.existing.keys() - unclear_stages
         write_jobs(request, jobs)
         if not unreadable:
             return jobs
@@ -298,8 +298,8 @@ def source_of(path: str, for_eval: bool, args: dict[str, Any]) -> RowSource:
     if not args.get("columns") and (problem := guess.unclear_label_note(rows)):
         print(f"warning: {path}: sft and kto will not use this file: {problem}")
     for stage in ("ppo",) if named_prompts else TAKES:
-        settings = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
-        prompts = [{"prompt": columns["prompt"]} for columns in settings]
+        column_maps = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
+        prompts = [{"prompt": columns["prompt"]} for columns in column_maps]
         guesses = (columns_for(stage, args.get("columns")), guess.guess_columns(rows, kinds[stage]), *prompts)
         fitting = (
             cols
@@ -307,13 +307,13 @@ def source_of(path: str, for_eval: bool, args: dict[str, Any]) -> RowSource:
             if cols is not None and all(guess.reads_most_rows(head, cols, kinds[stage]) for head in heads)
         )
         if (
-            best := next((cols for cols in fitting if not contradicts_user(cols, args.get("columns"))), None)
+            columns := next((c for c in fitting if not contradicts_user(c, args.get("columns"))), None)
         ) is None:
             continue
-        labeled = stage != "ppo" and ("label" in best or "label" in rows[0])
+        labeled = stage != "ppo" and ("label" in columns or "label" in rows[0])
         extras = {key: args[key] for key in args if key != "columns" and (key != "label" or labeled)}
-        stages[stage] = ({"columns": best} if best else {}) | extras
-        if "label" not in args and not guess.is_clear(best, rows):
+        stages[stage] = ({"columns": columns} if columns else {}) | extras
+        if "label" not in args and not guess.is_clear(columns, rows):
             stages[stage]["label"] = None
     return RowSource(path, rows, stages, for_eval)
 
@@ -361,12 +361,12 @@ def jobs_for(request: Request, sources: list[RowSource]) -> dict[str, str]:
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # a job uses the first model in this list that exists
-    best = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
+    inputs = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
         "ppo": {"policy": start, "reward": ppo_reward},
-        "evaluate": {**best, "baseline": start},
-        **dict.fromkeys(("generate", "export"), best),
+        "evaluate": {**inputs, "baseline": start},
+        **dict.fromkeys(("generate", "export"), inputs),
         "serve": {
             "serve.policies": served,
             "serve.rewards": {f"{name}-rm": reward} if reward else {},
@@ -453,8 +453,8 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
     """Sets `key` or `section.key` in the text of a job, and returns the text. Does not change other lines."""
     section, _, name = key.rpartition(".")
     indent = "  " if section else ""
-    flow: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
-    value_text = yaml.safe_dump(value, allow_unicode=True, **flow).removesuffix("...\n").strip()
+    style: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
+    value_text = yaml.safe_dump(value, allow_unicode=True, **style).removesuffix("...\n").strip()
     line = f"{indent}{name}: {value_text}"
     line = f"{line:<35} # {comment}\n" if comment else f"{line}\n"
     start, end = 0, len(text)

@@ -52,8 +52,8 @@ def run(job: Job) -> dict[str, Any]:
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
     print(f"   {size}. Memory of one worker, for rows of the maximum length:")
     for item in planned.items:
-        when = "" if item.phase == "always" else f"  ({item.phase})"
-        print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
+        phase = "" if item.phase == "always" else f"  ({item.phase})"
+        print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{phase}")
     print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including the allocator's fragmentation")
     if job.spec.learns:
         print(
@@ -85,8 +85,8 @@ def check_fit(
     """
     problems, changes = [], list[str]()
     gpus_per_worker = places.workers.each.resources.get("GPU", 0)
-    if gpus is not None and (needed := places.workers.fewest * gpus_per_worker) > gpus:
-        problems.append(f"the workers need {needed:g} GPUs, but this machine has {gpus}")
+    if gpus is not None and (gpu_count := places.workers.fewest * gpus_per_worker) > gpus:
+        problems.append(f"the workers need {gpu_count:g} GPUs, but this machine has {gpus}")
         if not (change := places.fewer(gpus / gpus_per_worker)):
             raise Failure(f"{problems[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
@@ -180,9 +180,9 @@ def on_this_machine(planned: Plan, places: Places) -> float:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray = 0 if places.in_process else RAY_BYTES
     memory = (total - ray) / workers
-    needed = workers * planned.peak + ray
+    total_needed = workers * planned.peak + ray
     print(
-        f"   {workers} worker{'s' * (workers > 1)} on the CPU{' and Ray' * bool(ray)}: {needed / GIB:.1f} GiB; this machine has "
+        f"   {workers} worker{'s' * (workers > 1)} on the CPU{' and Ray' * bool(ray)}: {total_needed / GIB:.1f} GiB; this machine has "
         f"{total / GIB:.1f} GiB: {'fits' if planned.peak <= memory else 'does not fit'}"
     )
     return memory

@@ -11,9 +11,9 @@ from pipeline.errors import InputError, error_summary
 from pipeline.system import storage
 
 
-def run(first: str, others: list[str]) -> str:
+def run(name: str, others: list[str]) -> str:
     """Writes a report about runs. Prints and returns the report's path."""
-    references = [first, *others] if first else others
+    references = [name, *others] if name else others
     if not references:
         raise InputError(
             f"no run given; use make report RUN=runs/NAME. The newest runs: {report.newest_runs()}"

@@ -160,8 +160,8 @@ def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, p
         metrics = result["metrics"]
         shown = headline_metrics(result["stage"], metrics)[:1]
         verdict += [f"{result['stage']}: {metric.label} {metric_change(metrics, metric)}" for metric in shown]
-    last = results[-1]
-    store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
+    last_result = results[-1]
+    store, home = last_result.get("tracking_uri", ""), last_result["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
     jobs = Path(folder)
     hints = [
@@ -170,7 +170,7 @@ def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, p
         (str(jobs / "ppo.yaml"), "explains the settings of ppo"),
         (command_line("ppo", str(jobs / "ppo.yaml"), ["trainer.kl_coef=0.1"]), "ppo with another KL penalty"),
     ]
-    samples = last.get("samples", [])[:SHOWN_SAMPLES]
+    samples = last_result.get("samples", [])[:SHOWN_SAMPLES]
     lines = ["", sample_table(samples), ""] if samples else [""]
     lines.append(f"Done in {terminal.duration(seconds)}. {'; '.join(verdict)}")
     return "\n".join([*lines, *(f"  {target:<36}  {meaning}" for target, meaning in hints if target)])

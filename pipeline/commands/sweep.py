@@ -103,8 +103,8 @@ def run_all(sweep: Sweep, recorded: dict[str, Any], work: Work) -> dict[str, Any
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # The actor runs on the head node, which outlives spot nodes.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(trials.Rungs).remote(
+    head_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    rungs = ray.remote(num_cpus=0, scheduling_strategy=head_node)(trials.Rungs).remote(
         sweep.metric,
         sweep.greater,
         sweep.settings,
@@ -123,9 +123,9 @@ def run_all(sweep: Sweep, recorded: dict[str, Any], work: Work) -> dict[str, Any
     }
     path = storage.join(sweep.folder, run_folder.SWEEP)
 
-    def keep(state: dict[str, Any], died: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
-        rows = table.trial_rows(sweep, state, died or {})
-        summary = {**header, "ended": False, "trials": rows, "reports": state["reports"], **more}
+    def keep(state: dict[str, Any], failures: dict[str, str] | None = None, **entries: Any) -> dict[str, Any]:
+        rows = table.trial_rows(sweep, state, failures or {})
+        summary = {**header, "ended": False, "trials": rows, "reports": state["reports"], **entries}
         storage.write_json(path, summary)
         return summary
 
@@ -134,10 +134,10 @@ def run_all(sweep: Sweep, recorded: dict[str, Any], work: Work) -> dict[str, Any
         header["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
         with trials_ended(sweep), trials.watch_trials(sweep, rungs, keep):
-            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
+            failures = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
-        rows = keep(state, died)["trials"]
+        rows = keep(state, failures)["trials"]
         if (best := table.best_row(sweep, rows)) is None:
             print(table.table_text(sweep, rows), flush=True)
             raise Failure(
@@ -150,7 +150,7 @@ def run_all(sweep: Sweep, recorded: dict[str, Any], work: Work) -> dict[str, Any
         values = [f"{key}={value}" for key, value in best["values"].items()]
         args = [arg for arg in sweep.arguments if not arg.startswith(("run.name=", "run.overwrite="))]
         command = shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *args, *values])
-        summary = keep(state, died, ended=True, best=best["trial"], registered=version, command=command)
+        summary = keep(state, failures, ended=True, best=best["trial"], registered=version, command=command)
     return summary
 
 

@@ -178,11 +178,11 @@ def read_definition(path: str) -> Definition:
 def _problems(definition: Definition) -> list[tuple[str, str]]:
     """Returns (key, problem) for values that are invalid, alone or in combination with the values of other keys."""
     problems = []
-    parts = urlsplit(definition.endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    url = urlsplit(definition.endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname:
         expected = "expected http:// or https://, for example http://127.0.0.1:8000/v1"
         problems.append(("endpoint", f"found {show_value(definition.endpoint)}, {expected}"))
-    elif parts.scheme == "http" and definition.api_key_variable and not _is_loopback(parts.hostname):
+    elif url.scheme == "http" and definition.api_key_variable and not _is_loopback(url.hostname):
         problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
     words = sorted(map(normalize_answer, definition.words))
     if len(words) != 2 or words[1].startswith(words[0]):

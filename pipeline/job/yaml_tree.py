@@ -32,8 +32,8 @@ class _Loader(yaml.SafeLoader):
 
 _REPLACED = ("bool", "int", "float", "timestamp", "value")
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _REPLACED]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    char: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _REPLACED]
+    for char, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -191,7 +191,7 @@ def apply_override(tree: Tree, text: str) -> None:
         except InputError as error:
             quoted = f'{shorten(key)}="{shorten(value)}"'
             raise InputError(f"{error} in {show_value(text)}; put the value in quotes: '{quoted}'") from None
-    *sections, last = key.split(".")
+    *sections, leaf = key.split(".")
     node = tree.data
     for part in sections:
         if node.get(part) is None:
@@ -199,7 +199,7 @@ def apply_override(tree: Tree, text: str) -> None:
         node = node[part]
         if not isinstance(node, dict):
             raise InputError(f"command line: {shorten(key)}: {part} is {show_value(node)}, which has no keys")
-    node[last] = parsed
+    node[leaf] = parsed
     tree.where = {name: place for name, place in tree.where.items() if not name.startswith(f"{key}.")}
     tree.where[key] = "command line"
 
