@@ -85,9 +85,9 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     completion = completion.strip()
     prompt_names, names = set(NAME.findall(prompt)), set(NAME.findall(completion))
     right = answer in names and names <= prompt_names | {answer}
-    civil = not any(phrase in completion for phrase in RUDE)
-    finished = completion.endswith((".", "!"))
-    if not (right and civil and finished):
+    polite = not any(phrase in completion for phrase in RUDE)
+    complete = completion.endswith((".", "!"))
+    if not (right and polite and complete):
         return 0.0
     if not prompt_names & names:  # not a full sentence, because the name in the question is not repeated
         return 0.25

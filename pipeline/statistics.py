@@ -81,9 +81,9 @@ def temperature(margins: Sequence[float]) -> float:
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """Returns Pearson's correlation, or None if one variable is constant."""
     x, y = mean(xs), mean(ys)
-    across = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True))
+    cross_sum = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True))
     spread = math.sqrt(sum((a - x) ** 2 for a in xs) * sum((b - y) ** 2 for b in ys))
-    return across / spread if spread > 0 else None
+    return cross_sum / spread if spread > 0 else None
 
 
 def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:

@@ -481,8 +481,8 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     applied to plain text, so that policy and reward model see the same format. If the tokenizer or a stage's rows cannot be read,
     keeps the profile's lengths. No length exceeds the model's context.
     """
-    loaded = {stage: load_profile_job(folder, stage) for stage in TAKES if stage in jobs}
-    first_job = next(iter(loaded.values()))
+    stage_jobs = {stage: load_profile_job(folder, stage) for stage in TAKES if stage in jobs}
+    first_job = next(iter(stage_jobs.values()))
     base, source = first_job.model, (first_job.model.name_or_path, first_job.model.revision)
     try:
         tokenizer = load_tokenizer(*source, base.chat_template, base.trust_remote_code)
@@ -491,7 +491,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
         print(f"warning: the jobs keep the lengths of the profile: {error}")
         return set()
     records: dict[str, list[tuple[Kind, Record]]] = {}
-    for stage, job in loaded.items():
+    for stage, job in stage_jobs.items():
         try:
             records[stage] = [*first_records(stage, job.data)]
         except InputError as error:
@@ -505,7 +505,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     unreadable = set[str]()
     for stage, group in records.items():
         try:
-            sizes[stage] = typical_lengths(stage, loaded[stage].data, tokenizer, group, context)
+            sizes[stage] = typical_lengths(stage, stage_jobs[stage].data, tokenizer, group, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
             unreadable.add(stage)

@@ -122,10 +122,10 @@ def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str
     """
     if not all(expected.values()):
         return 0.0
-    later = list(ORDER)[list(ORDER).index(stage) + 1 :]
-    ended = sum(expected[result["stage"]] for result in results)
-    factor = sum(result.get("seconds", 0.0) for result in results) / ended if ended else 1.0
-    return factor * sum(expected[name] for name in later)
+    later_stages = list(ORDER)[list(ORDER).index(stage) + 1 :]
+    ended_seconds = sum(expected[result["stage"]] for result in results)
+    factor = sum(result.get("seconds", 0.0) for result in results) / ended_seconds if ended_seconds else 1.0
+    return factor * sum(expected[name] for name in later_stages)
 
 
 def common_name(overrides: list[str]) -> str | None:

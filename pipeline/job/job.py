@@ -431,8 +431,8 @@ class Job:
         """
         if self.spec.runs_in == "here":
             return True
-        zero = self.scaling.get("num_workers", 1) == 0
-        return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
+        no_workers = self.scaling.get("num_workers", 1) == 0
+        return no_workers and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
     def rewards(self) -> list[tuple[str, float]]:

@@ -60,8 +60,8 @@ def class_of(section: str, stage: str) -> str:
     """Returns the name (package.module.Class) of the dataclass whose fields are the keys of a section."""
     if section == "trainer":
         return STAGE_SPECS[stage].trainer
-    ours = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
-    return CLASSES.get(section, ours)
+    default = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
+    return CLASSES.get(section, default)
 
 
 def keys_of(stage: str) -> dict[str, str]:

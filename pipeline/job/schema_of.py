@@ -257,9 +257,9 @@ def _of_ours(cls: type) -> dict[str, Any]:
 
 
 def _of_library(cls: type) -> dict[str, Any]:
-    section, ours = LIBRARIES[cls.__name__]
+    section, types = LIBRARIES[cls.__name__]
     # Ray imports Domain only for type checkers, so that get_type_hints needs a substitute.
-    hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(ours, include_extras=True)
+    hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(types, include_extras=True)
     argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # matches a field in a docstring's Args
     help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
     keys: dict[str, Any] = {}
