@@ -78,8 +78,10 @@ help-all: ## list all commands
 	@echo 'PROFILE=demo|own|llama3-8b|llama3-8b-qlora|llama3-70b-qlora|llama3-70b: use'
 	@echo '  the jobs in jobs/PROFILE. JOB=file.yaml: use this job instead.'
 	@echo '  ARGS="key=value ...": set keys of the job.'
+	@echo '  SWEEP="key=value,value ...": for sweep, the values to try.'
 	@echo 'Example: make sft PROFILE=own ARGS="trainer.learning_rate=1e-4"'
-	@echo 'Set RAY_ADDRESS=http://HEAD:8265 to submit the stages to that Ray cluster.'
+	@echo 'Set RAY_ADDRESS=http://HEAD:8265 to submit the stages to that Ray cluster, and'
+	@echo '  FORWARD="NAME ..." to send environment variables there.'
 	@echo 'make ends with status 2 after any failure; for rlhf, see docs/runs.md.'
 
 ##@ Start here
@@ -97,7 +99,7 @@ else
 	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"
 	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)
 endif
-report: setup ## write an HTML report about one or more runs: RUN="runs/NAME ..."
+report: setup ## write an HTML report about runs: RUN="runs/NAME ..."
 	@$(PY) -m pipeline $@ $(RUN)
 
 ##@ Train
@@ -107,7 +109,7 @@ dpo: ## train on preference pairs, from the sft adapter
 kto: ## train on completions labeled good or bad, from the sft adapter
 ppo: ## train with PPO, GRPO or RLOO, from the sft adapter
 evaluate: ## compare a policy with a baseline; a reward model on pairs
-sweep: ## train with several values of keys: make sweep SWEEP="lora.r=8,16"
+sweep: ## train with several values of keys: SWEEP="lora.r=8,16"
 
 ##@ Check before you train
 validate: ## read a job's rows and report on them: JOB=jobs/demo/sft.yaml
@@ -137,7 +139,7 @@ dashboard: $(VENV)/.cloud ## open the cluster's dashboard at http://127.0.0.1:82
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER)
 jobs: setup ## list the jobs of the cluster at RAY_ADDRESS
 	@$(PY) -m pipeline.cloud.submit jobs
-logs: setup ## follow the log of a job on the cluster: NAME=... (default: the newest job)
+logs: setup ## follow a job's log: NAME=... (default: the newest job)
 	@$(PY) -m pipeline.cloud.submit logs $(NAME)
 stop: setup ## stop a job on the cluster: NAME=...
 	@$(PY) -m pipeline.cloud.submit stop $(NAME)
@@ -150,7 +152,7 @@ image: ## build and push an image: REGISTRY=registry.io/me
 	docker build --platform linux/amd64 --build-arg VARIANT=$(VARIANT) -t $$image . && docker push $$image && echo "export IMAGE=$$image"
 
 ##@ Learn and develop
-setup: $(VENV)/.core ## create .venv and install the packages; other commands also run setup
+setup: $(VENV)/.core ## create .venv and install; other commands also run setup
 	@:
 notebook: $(VENV)/.notebook ## run notebooks/*.ipynb and print how to open them
 	@$(PY) notebooks/execute.py $(NOTEBOOK)
@@ -173,9 +175,9 @@ docs: .bench/docs ## build the documentation site into build/site
 	@echo "build/site/index.html"
 bench: setup .bench/trl ## compare speed and memory with TRL: ARGS="ppo --size demo"
 	@$(PY) tools/bench $(ARGS)
-chaos: setup ## kill workers, drivers and nodes; runs must end with the same results
+chaos: setup ## kill workers, drivers, nodes; the results must stay the same
 	@$(PY) tools/chaos $(ARGS)
-faults: $(VENV)/.dev ## insert known bugs one at a time; the self-checks must detect them
+faults: $(VENV)/.dev ## insert known bugs; the self-checks must detect them
 	@$(PY) tools/seeded_faults $(ARGS)
 # Does not require `setup`, because machines with a GPU often have an environment with torch already.
 gpu: ## check and measure one GPU (docs/gpu.md); on a CPU: PRETEND=1

@@ -43,11 +43,11 @@ METRICS = """\
 
 Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md)
 and [rollouts.md](rollouts.md) explain many metrics. A
-[`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
-of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
-are better with ↑, and smaller values with ↓. Curves are logged during training; metrics without a
-prefix are also in `result.json`. In a name, `*` stands for a reward, a judge, a probe or a value of
-the rows. TRL may log additional metrics.
+[`gate`](runs.md#which-version-gets-the-alias) may name any metric in `result.json`: all metrics on
+this page except curves. Metrics of [eval rows](glossary.md) have the prefix `eval_`, and `initial_`
+before training; with "no prefix", the name is as listed. Larger values are better with ↑, and
+smaller values with ↓. "other" stands for other units. In a name, `*` stands for a reward, a judge,
+a probe or a value of the rows. TRL may log additional metrics.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
@@ -68,7 +68,7 @@ MAKE = """\
 | `PROFILE`, `JOB` | the folder `jobs/PROFILE` (`demo`), or a single job file |
 | `ARGS` | keys of the job, or arguments of the command |
 | `SWEEP` | for `sweep`: keys with lists of values |
-| `DATA`, `NAME`, `MODEL` | for `init`: rows (`my`), name of the new profile, base |
+| `DATA`, `NAME`, `MODEL` | for `init`: rows (`my`, a file, or `hf://datasets/NAME`), name of the new profile, base; `ARGS="--profile llama3-8b"` copies its jobs instead of `own` |
 | `RUN` | for `report`: folders of runs |
 | `NAME` | for `logs`, `stop`: a job on the cluster, by default the newest |
 | `CLUSTER`, `PORT` | the cluster file (`cluster.yaml`); for `ui`: the port (5000) |
@@ -76,12 +76,15 @@ MAKE = """\
 | `REGISTRY`, `VARIANT` | for `image`: a registry; `cuda` or `cpu` |
 | `PYTHON`, `PIP_ARGS` | for `setup`: the Python of `.venv`, arguments of pip |
 
-In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces. Without the
-quotes, the shell splits the keys, or writes a file named `=`:
+In `ARGS="..."`, put single quotes around keys with spaces, `<`, `>` or braces (`gate={}` needs
+none). Without the quotes, the shell splits the keys, or writes a file named `=`:
 
 ```text
 make rm ARGS="trainer.seed=2 'gate.eval_accuracy=>= 0.97'"
 ```
+
+Some targets have no subcommand: `ui` opens MLflow, `notebook` runs the notebooks, and `up`,
+`status`, `dashboard`, `jobs`, `logs`, `stop` and `down` manage a [cluster](clusters.md).
 """
 
 

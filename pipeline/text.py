@@ -11,8 +11,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "")
 
 
 def row(label: str, value: str) -> str:
-    """Returns a line with a label and an aligned value."""
-    return f"  {label:<24}{value}"
+    """Returns a line with a label and an aligned value. A space separates the value from a long label."""
+    return f"  {label:<23} {value}"
 
 
 def number(value: float | None) -> str:

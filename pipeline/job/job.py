@@ -144,8 +144,8 @@ class Run:
     load_best_model_at_end: bool = False
     """Uses the adapter of the best evaluation, not of the last step, for the final evaluation, the gate and the registry."""
     metric_for_best_model: str | None = None
-    """The eval metric that selects the best evaluation. The default is eval_loss. For ppo, the default is eval_judge, or
-    eval_reward if the job has no judge."""
+    """The eval metric that selects the best evaluation. By default, eval_loss; for ppo, eval_judge, or eval_reward if the job has
+    no judge."""
     greater_is_better: bool | None = None
     """Whether a larger value of metric_for_best_model is better. The default is false for a loss, a perplexity, a KL and
     eval_repetition, and true for accuracies, margins, rewards and judges."""

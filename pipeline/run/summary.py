@@ -32,7 +32,7 @@ def print_summary(result: dict[str, Any]) -> None:
         for metric, condition, _, holds in conditions
     }
     for place, one in enumerate(headline_metrics(result["stage"], metrics)):
-        line = text.row(one.label, f"{metric_change(metrics, one):<22}{gate.get(one.name, '')}")
+        line = text.row(one.label, f"{metric_change(metrics, one):<21} {gate.get(one.name, '')}")
         shown = place == 0 or one.name in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
         gate.pop(one.name, None)

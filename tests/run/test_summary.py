@@ -36,6 +36,17 @@ def test_warnings_of_a_summary(stage, ended, says, never, capsys):
     assert says in printed and never not in printed
 
 
+def test_a_space_separates_a_long_name_or_value_from_the_next_column(capsys):
+    name = "eval_rm_probe/polite_closing"
+    metrics = {"initial_reward": -0.0001234, "eval_reward": -0.00001234, name: 0.4445}
+    job = {**JOB, "gate": {name: "<= 0.5", "eval_reward": ">= 0"}}
+    result = {"stage": "ppo", "samples": [], "metrics": metrics, "adapter": "x", "job": job, "cost": COST}
+    version = {"registered_model": "mine-ppo", "version": "3", **PASSED}
+    print_summary(result | {"folder": "runs/x", "seconds": 1, **version})
+    printed = capsys.readouterr().out
+    assert f"{name} 0.4445 " in printed and "-0.0001234 -> -1.234e-05 gate >= 0" in printed
+
+
 @pytest.mark.parametrize(
     ("stage", "metric", "low", "high"),
     [
