@@ -61,26 +61,26 @@ The same run.name again continues that run; run.overwrite=true starts it over.
 
 
 def parser() -> argparse.ArgumentParser:
-    how: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    top = argparse.ArgumentParser(
+    settings: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    root = argparse.ArgumentParser(
         prog="rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline",
         description="RLHF on Ray: train, compare and register LoRA adapters. One job file is one run.",
-        **how,
+        **settings,
     )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in SUMMARIES.items():
-        sub = verbs.add_parser(verb, help=summary, description=summary, **how)
-        log = "also print the lines of runs/NAME/log.txt"
-        sub.add_argument("-v", "--verbose", action="store_true", help=log)
-        sub.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
+        subparser = verbs.add_parser(verb, help=summary, description=summary, **settings)
+        verbose_help = "also print the lines of runs/NAME/log.txt"
+        subparser.add_argument("-v", "--verbose", action="store_true", help=verbose_help)
+        subparser.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
         takes = COMMANDS[verb].takes if verb in COMMANDS else "job"
-        name, about, more, about_more = WORDS[takes]
-        sub.set_defaults(job="", overrides=[])
+        name, meaning, others, others_meaning = WORDS[takes]
+        subparser.set_defaults(job="", overrides=[])
         if name:
-            sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
+            subparser.add_argument("job", metavar=name, help=meaning, nargs="?" if takes == "runs" else None)
         if verb != "completion":
-            sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
-    return top
+            subparser.add_argument("overrides", nargs="*", default=[], metavar=others, help=others_meaning)
+    return root
 
 
 def normalize_arguments(arguments: list[str]) -> list[str]:
@@ -166,22 +166,22 @@ def main(arguments: list[str] | None = None) -> int:
         # Until Ray has started, Ray's own SIGTERM handler calls sys.exit(15).
         if number := process.received or (signal.SIGTERM if error.code == signal.SIGTERM else None):
             return print_stop(f"terminated by {number.name}", options.verb, 128 + number, error)
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        why = f"{at.filename}:{at.lineno} called sys.exit({error.code!r}), which no run may do"
-        return print_end("failed", why, 1)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{frame.filename}:{frame.lineno} called sys.exit({error.code!r}), which no run may do"
+        return print_end("failed", reason, 1)
     except Exception as error:
-        if wrong := input_error(error):
-            print_end("error", str(wrong), 2)
-            if wrong.change:
-                again = command_line(options.verb, options.job, [*options.overrides, wrong.change])
-                print(f"run: {without_secrets(again)}", file=sys.stderr)
+        if problem := input_error(error):
+            print_end("error", str(problem), 2)
+            if problem.change:
+                retry = command_line(options.verb, options.job, [*options.overrides, problem.change])
+                print(f"run: {without_secrets(retry)}", file=sys.stderr)
             return 2
         if failure := input_error(error, Failure):
             return print_end("failed", str(failure), 1)
-        no_room = (errno.ENOSPC, errno.EDQUOT)
-        if full := [one for one in causes_of(error) if getattr(one, "errno", None) in no_room]:
-            why = f"{in_brief(full[0])}; free disk space, then run the same command again"
-            return print_end("failed", why, 1)
+        codes = (errno.ENOSPC, errno.EDQUOT)
+        if disk_full := [cause for cause in causes_of(error) if getattr(cause, "errno", None) in codes]:
+            reason = f"{in_brief(disk_full[0])}; free disk space, then run the same command again"
+            return print_end("failed", reason, 1)
         print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
@@ -191,19 +191,19 @@ def input_error(error: BaseException, kind: Any = InputError) -> Any:
 
     Ray wraps a worker's error in a RayTaskError, which may be an instance of InputError with a traceback as its text.
     """
-    for one in causes_of(error):
-        if isinstance(one, kind) and not isinstance(getattr(one, "cause", None), kind):
-            return one
+    for cause in causes_of(error):
+        if isinstance(cause, kind) and not isinstance(getattr(cause, "cause", None), kind):
+            return cause
     return None
 
 
-def print_end(how: str, why: str, status: int) -> int:
+def print_end(outcome: str, reason: str, status: int) -> int:
     """Prints why a command ended. Returns `status`."""
-    print(f"{how}: {without_secrets(why)}", file=sys.stderr)
+    print(f"{outcome}: {without_secrets(reason)}", file=sys.stderr)
     return status
 
 
-def print_stop(how: str, verb: str, status: int, stop: BaseException) -> int:
+def print_stop(outcome: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints which signal ended the run, and how to continue the run. Returns `status`."""
     own_names = verb == "sweep"
     resumable = verb in ("run", "demo", "sweep", *RESUMABLE)
@@ -211,7 +211,7 @@ def print_stop(how: str, verb: str, status: int, stop: BaseException) -> int:
     name = ["the same run.name", *getattr(stop, "__notes__", [])][0 if own_names else -1]
     advice = f"; the same command with {name} continues from the last checkpoint, if there is one"
     with process.signals_ignored():
-        print(f"\n{how}{advice if resumable else ''}", file=sys.stderr)
+        print(f"\n{outcome}{advice if resumable else ''}", file=sys.stderr)
     return status
 
 

@@ -25,13 +25,13 @@ def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any]
     """Checks that the tensors in memory are bit-identical to the tensors of the files in `folder`."""
     different = sorted(loaded.keys() ^ stored.keys())
     different = different or [key for key in loaded if not loaded[key].equal(stored[key])]
-    found = (
+    summary = (
         f"{len(different)} tensors differ, {different[0]} for one" if different else f"{len(loaded)} tensors"
     )
-    return CheckResult(name, f"{found} ({folder})", not different)
+    return CheckResult(name, f"{summary} ({folder})", not different)
 
 
 def raise_if_failed(results: Sequence[CheckResult]) -> None:
     """Raises SelfCheckFailed if any check failed. The error lists all failed checks."""
-    if wrong := [f"{result.check}: {result.found}" for result in results if result.holds is False]:
-        raise SelfCheckFailed("self-check failed:\n  " + "\n  ".join(wrong))
+    if failures := [f"{result.check}: {result.found}" for result in results if result.holds is False]:
+        raise SelfCheckFailed("self-check failed:\n  " + "\n  ".join(failures))

@@ -83,13 +83,13 @@ def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[st
 
 def _gold(prompt: str, completion: str, answer: str) -> float:
     completion = completion.strip()
-    asked, named = set(NAME.findall(prompt)), set(NAME.findall(completion))
-    right = answer in named and named <= asked | {answer}
-    civil = not any(phrase in completion for phrase in RUDE)
-    finished = completion.endswith((".", "!"))
-    if not (right and civil and finished):
+    prompt_names, names = set(NAME.findall(prompt)), set(NAME.findall(completion))
+    right = answer in names and names <= prompt_names | {answer}
+    polite = not any(phrase in completion for phrase in RUDE)
+    complete = completion.endswith((".", "!"))
+    if not (right and polite and complete):
         return 0.0
-    if not asked & named:  # not a full sentence, because the name in the question is not repeated
+    if not prompt_names & names:  # not a full sentence, because the name in the question is not repeated
         return 0.25
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
@@ -100,7 +100,7 @@ def judge_examples(row: dict[str, Any]) -> list[dict[str, str]]:
     Each example has the question of jobs/demo/judges/right.yaml as its prompt, and the right verdict as its completion.
     """
     sides = {"chosen": "Right.", "rejected": "Wrong."}
-    return [{"prompt": f"{row['prompt']}\n{row[side]}", "completion": said} for side, said in sides.items()]
+    return [{"prompt": f"{row['prompt']}\n{row[side]}", "completion": word} for side, word in sides.items()]
 
 
 # --------------------------------------------------------------------------------------------------- questions

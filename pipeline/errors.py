@@ -19,8 +19,8 @@ def escape_controls(text: str, lines: bool = True) -> str:
     Args:
         lines: whether to keep line ends and tabs. Pass False for names of files and fields.
     """
-    shown = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
-    return shown if lines else shown.replace("\n", "\\n").replace("\t", "\\t")
+    escaped = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+    return escaped if lines else escaped.replace("\n", "\\n").replace("\t", "\\t")
 
 
 class InputError(Exception):
@@ -69,17 +69,17 @@ class OutOfMemory(Failure):
         self.phase, self.detail, self.remedy = phase, detail, remedy
 
     def __str__(self) -> str:
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        return "; ".join(filter(None, (f"out of memory{where} ({self.detail})", self.remedy)))
+        place = f" in phase {self.phase!r}" if self.phase else ""
+        return "; ".join(filter(None, (f"out of memory{place} ({self.detail})", self.remedy)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if an error of Python, torch or a CUDA library means out of memory."""
-    said = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
+    phrases = ("allocate memory", "not enough memory", "out of memory", "_ALLOC_FAILED")
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(text in str(error) for text in said))
+        or (isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     )
 
@@ -106,13 +106,13 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     RayTaskError has `cause`. Errors of Ray Train have `controller_failure` or `worker_failures`, which have `_base_exc` (ray
     2.60, private). Remove these private names when Ray chains its exceptions by `__cause__`.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue = [error]
     while queue:
         current = queue.pop(0)
-        if current is None or id(current) in seen:
+        if current is None or id(current) in visited:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         yield current
         keys = ("cause", "_base_exc", "controller_failure", "__cause__")
         queue += [getattr(current, key, None) for key in keys]
@@ -122,9 +122,9 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 def error_summary(error: BaseException) -> str:
     """Returns one line with the type and message of the outermost InputError or Failure, or else of the innermost cause."""
     chain = list(causes_of(error))
-    last = next((one for one in chain if isinstance(one, (InputError, Failure))), chain[-1])
-    message = str(last).strip().splitlines()
-    return f"{type(last).__name__}: {message[0] if message else 'no message'}"[:1000]
+    cause = next((e for e in chain if isinstance(e, (InputError, Failure))), chain[-1])
+    message = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {message[0] if message else 'no message'}"[:1000]
 
 
 def show_value(value: Any) -> str:

@@ -28,10 +28,10 @@ class InputURI:
 
     @classmethod
     def parse(cls, text: str | None) -> InputURI:
-        found = MODEL.fullmatch(text or "") or FUNCTION.fullmatch(text or "")
+        match = MODEL.fullmatch(text or "") or FUNCTION.fullmatch(text or "")
         if (text or "").startswith(JUDGE):
             return cls(str(text))
-        return cls(**found.groupdict()) if found else cls()
+        return cls(**match.groupdict()) if match else cls()
 
     @property
     def is_registered(self) -> bool:

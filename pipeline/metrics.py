@@ -151,26 +151,26 @@ TABLE = (
     Metric("rm_bench_hard rm_bench_normal rm_bench_easy", "evaluate", "eval", needs="benchmarks"),
 )  # fmt: skip
 METRICS = [
-    replace(row, name=f"{at}_{name}" if at in HELD_OUT else name, at=at)
+    replace(row, name=f"{phase}_{name}" if phase in HELD_OUT else name, at=phase)
     for row in TABLE
     for name in row.name.split()
-    for at in row.at.split()
+    for phase in row.at.split()
 ]
 
 
 def find_metric(name: str, stage: str | None = None) -> Metric | None:
     """Returns the metric with this name, or None. If `stage` is None, the metric may belong to any stage."""
-    known = (one for one in METRICS if stage is None or stage in one.stages.split())
-    return next((one for one in known if fnmatchcase(name, one.name)), None)
+    candidates = (metric for metric in METRICS if stage is None or stage in metric.stages.split())
+    return next((metric for metric in candidates if fnmatchcase(name, metric.name)), None)
 
 
-def line_of(stage: str, measured: Mapping[str, float]) -> list[tuple[str, float]]:
+def line_of(stage: str, values: Mapping[str, float]) -> list[tuple[str, float]]:
     """Returns (label, value) of each metric in a progress line, the most important metric first."""
-    own = [one for one in METRICS if stage in one.stages.split()]
-    return [(one.line, measured[one.name]) for one in own if one.line and one.name in measured]
+    metrics = [metric for metric in METRICS if stage in metric.stages.split()]
+    return [(metric.line, values[metric.name]) for metric in metrics if metric.line and metric.name in values]
 
 
-def greater_is_better(name: str, given: bool | None) -> bool:
-    """Returns `given` unless it is None. Otherwise, returns the table's entry, or True if the table has no entry."""
-    found = find_metric(name)
-    return given if given is not None else not found or found.greater_is_better is not False
+def greater_is_better(name: str, setting: bool | None) -> bool:
+    """Returns `setting` unless it is None. Otherwise, returns the table's entry, or True if the table has no entry."""
+    metric = find_metric(name)
+    return setting if setting is not None else not metric or metric.greater_is_better is not False

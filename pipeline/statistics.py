@@ -39,18 +39,18 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     for margin in margins:
         members[min(int((2 * sigmoid(abs(margin)) - 1) * bins), bins - 1)].append(margin)
     error, table = 0.0, []
-    for i, found in enumerate(members):
-        if found:
-            right, said = sum(margin > 0 for margin in found), sum(sigmoid(abs(margin)) for margin in found)
-            low, high = wilson_interval([margin > 0 for margin in found])
-            error += abs(right - said)
+    for i, group in enumerate(members):
+        if group:
+            correct, confidence = sum(m > 0 for m in group), sum(sigmoid(abs(m)) for m in group)
+            low, high = wilson_interval([m > 0 for m in group])
+            error += abs(correct - confidence)
             table.append(
                 {
                     "low": 0.5 + 0.5 * i / bins,
                     "high": 0.5 + 0.5 * (i + 1) / bins,
-                    "pairs": len(found),
-                    "confidence": said / len(found),
-                    "accuracy": right / len(found),
+                    "pairs": len(group),
+                    "confidence": confidence / len(group),
+                    "accuracy": correct / len(group),
                     "accuracy_low": low,
                     "accuracy_high": high,
                 }
@@ -81,9 +81,9 @@ def temperature(margins: Sequence[float]) -> float:
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """Returns Pearson's correlation, or None if one variable is constant."""
     x, y = mean(xs), mean(ys)
-    across = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True))
+    cross_sum = sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True))
     spread = math.sqrt(sum((a - x) ** 2 for a in xs) * sum((b - y) ** 2 for b in ys))
-    return across / spread if spread > 0 else None
+    return cross_sum / spread if spread > 0 else None
 
 
 def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
@@ -92,5 +92,5 @@ def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
 
 def repetition(text: Sequence[Any], n: int = 4) -> float:
     """Returns the share of a text's n-grams that repeat earlier n-grams. The share is near 1 if the text repeats itself."""
-    found = ngrams(text, n)
-    return 1 - len(set(found)) / len(found) if found else 0.0
+    grams = ngrams(text, n)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

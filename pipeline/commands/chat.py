@@ -28,14 +28,14 @@ HELP = "/reset starts a new conversation, /system TEXT sets or removes the syste
 def run(job: Job) -> None:
     host = load_model_host(job)
     for key, source in job.functions.items():
-        if wanted := missing_parameter(source, {"messages"}):
+        if parameter := missing_parameter(source, {"messages"}):
             raise InputError(
-                f"{source} needs `{wanted}`, which a conversation does not have; set {key}=null, or use a reward "
+                f"{source} needs `{parameter}`, which a conversation does not have; set {key}=null, or use a reward "
                 "model, e.g. models:/rlhf-rm@champion",
                 key=key,
             )
-    named = [f"{key.removesuffix('.0')} {value}" for key, value in host.work.versions.items()]
-    print(f"{job.model.name_or_path}: {', '.join(named) or 'no adapter'}\n{HELP}", flush=True)
+    versions = [f"{key.removesuffix('.0')} {value}" for key, value in host.work.versions.items()]
+    print(f"{job.model.name_or_path}: {', '.join(versions) or 'no adapter'}\n{HELP}", flush=True)
     if not text_as_chat(host.tokenizer, job.data.apply_chat_template):
         print(
             "(`chat` applies the chat template to your messages. Training and `generate` do not apply it to plain text, "
@@ -61,8 +61,8 @@ class Chat:
         self.rewards = roles.add_rewards(host, self.shared)
         self.sampling = Sampling.from_args(host.args, host.tokenizer, self.shared)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
-        self.room = host.work.room or sys.maxsize
-        settings = (self.room, "error", True, self.sampling.eos, host.work.data.parse_special_tokens)
+        self.max_prompt = host.work.room or sys.maxsize
+        settings = (self.max_prompt, "error", True, self.sampling.eos, host.work.data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
@@ -110,8 +110,8 @@ class Chat:
         self.completions += 1
         notes = []
         if self.rewards and row.tokens:
-            given = [{"prompt": [*self.system, *self.turns]}]
-            samples = Samples([prompt], [row.tokens], [row.ended], given, self.host.tokenizer)
+            rows = [{"prompt": [*self.system, *self.turns]}]
+            samples = Samples([prompt], [row.tokens], [row.ended], rows, self.host.tokenizer)
             notes.append(f"reward {weighted_scores(self.rewards, samples, normalize=False)[0]:.2f}")
         if row.tokens and not row.ended:
             notes.append(f"truncated at trainer.response_length={self.sampling.max_new_tokens}")
@@ -132,13 +132,13 @@ class Chat:
                 return outcome.columns["input_ids"]
             assert isinstance(outcome, RowError)
             if outcome.kind != "overlong":
-                why = f"invalid message: found {escape_controls(outcome.found)}; expected {escape_controls(outcome.expected)}"
+                reason = f"invalid message: found {escape_controls(outcome.found)}; expected {escape_controls(outcome.expected)}"
                 break
-            why = (
-                f"too long: {outcome.found}, but {self.room} fit next to a completion of "
+            reason = (
+                f"too long: {outcome.found}, but {self.max_prompt} fit next to a completion of "
                 f"trainer.response_length={self.sampling.max_new_tokens}; shorten your message, or lower this key"
             )
-        print(f"   ({why})", flush=True)
+        print(f"   ({reason})", flush=True)
         return None
 
 

@@ -49,12 +49,12 @@ def run(job: Job) -> dict[str, Any]:
 
 def load(host: ModelHost) -> Answer:
     sample = make_sampler(host, host.args.num_generations)
-    came_from = versions_of_sampling(host.work.versions) | {"seed": host.args.seed}
+    provenance = versions_of_sampling(host.work.versions) | {"seed": host.args.seed}
 
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+    def answer(rows: list[dict[str, Any]], first_row: int) -> list[Record]:
         return [
-            {"row": without_replaced_columns(row) | came_from, "samples": made}
-            for row, made in sample(rows, first)
+            {"row": without_replaced_columns(row) | provenance, "samples": samples}
+            for row, samples in sample(rows, first_row)
         ]
 
     return answer
@@ -69,8 +69,8 @@ def versions_of_sampling(inputs: Mapping[str, str]) -> dict[str, Any]:
 
 def without_replaced_columns(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a prompt's row without the columns in REPLACED. Renames the column `completion` to `reference_completion`."""
-    kept = {name: value for name, value in row.items() if name not in REPLACED}
-    return ({"reference_completion": row["completion"]} if "completion" in row else {}) | kept
+    columns = {name: value for name, value in row.items() if name not in REPLACED}
+    return ({"reference_completion": row["completion"]} if "completion" in row else {}) | columns
 
 
 # -------------------------------------------------------------------------------------------------- which prompts
@@ -108,18 +108,18 @@ def random_order(seed: int, count: int) -> Iterator[int]:
 
 def training_rows(args: Collect, record: Record) -> list[dict[str, Any]]:
     """Returns the training rows that are made from a prompt and its samples."""
-    row, chosen = record["row"], select_samples(args, record["samples"])
+    row, selection = record["row"], select_samples(args, record["samples"])
     if args.select == "best":
-        return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
+        return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in selection]
     if args.select == "labels":
         return [
             {
                 **row,
-                "completion": one["completion"],
-                "score": one["score"],
-                "label": is_good_sample(args, one),
+                "completion": sample["completion"],
+                "score": sample["score"],
+                "label": is_good_sample(args, sample),
             }
-            for (one,) in chosen
+            for (sample,) in selection
         ]
     return [
         {
@@ -129,7 +129,7 @@ def training_rows(args: Collect, record: Record) -> list[dict[str, Any]]:
             "score_chosen": best["score"],
             "score_rejected": worst["score"],
         }
-        for best, worst in chosen
+        for best, worst in selection
     ]
 
 
@@ -139,15 +139,15 @@ def select_samples(args: Collect, samples: list[Sample]) -> list[tuple[Sample, .
     Leaves out a pair if the judge's preference depends on the order in which the judge sees the two samples. A truncated
     completion is never the better sample, because it would teach the policy to stop in the middle of a sentence.
     """
-    left = distinct_samples(samples)
-    finished = [one for one in left if one["ended"]]
+    candidates = distinct_samples(samples)
+    finished = [sample for sample in candidates if sample["ended"]]
     if args.select == "best":
         return [(max(finished, key=SCORE),)] if finished else []
     if args.select == "labels":
-        return [(one,) for one in left]
+        return [(sample,) for sample in candidates]
     pairs: list[tuple[Sample, ...]] = [
         (better, worse)
-        for better, worse in itertools.product(finished, left)
+        for better, worse in itertools.product(finished, candidates)
         if better["score"] > worse["score"] and better["score"] - worse["score"] >= args.min_margin
         if not depends_on_order(better, worse)
     ]
@@ -156,23 +156,23 @@ def select_samples(args: Collect, samples: list[Sample]) -> list[tuple[Sample, .
     return pairs
 
 
-def depends_on_order(one: Sample, other: Sample) -> bool:
+def depends_on_order(first: Sample, second: Sample) -> bool:
     """Returns True if the order in which a judge sees two samples decides which sample the judge prefers."""
-    differences = [a - b for a, b in zip(one.get("orders", ()), other.get("orders", ()), strict=True)]
+    differences = [a - b for a, b in zip(first.get("orders", ()), second.get("orders", ()), strict=True)]
     return min(differences, default=0.0) < 0 < max(differences, default=0.0)
 
 
-def is_good_sample(args: Collect, one: Sample) -> bool:
+def is_good_sample(args: Collect, sample: Sample) -> bool:
     """Returns True if a sample should be labeled good. A truncated completion is never labeled good."""
-    return one["ended"] and one["score"] > args.good_above
+    return sample["ended"] and sample["score"] > args.good_above
 
 
 def distinct_samples(samples: list[Sample]) -> list[Sample]:
     """Returns the samples without empty completions, duplicates, and completions that look like a conversation."""
-    first: dict[str, Sample] = {}
-    for one in samples:
-        first.setdefault(one["completion"].strip(), one)
-    return [one for text, one in first.items() if text and not is_dialogue(one["completion"])]
+    by_text: dict[str, Sample] = {}
+    for sample in samples:
+        by_text.setdefault(sample["completion"].strip(), sample)
+    return [sample for text, sample in by_text.items() if text and not is_dialogue(sample["completion"])]
 
 
 def is_dialogue(completion: str) -> bool:
@@ -193,23 +193,23 @@ def count_samples(args: Collect, record: Record) -> dict[str, int]:
     `flips` are pairs whose preferred completion depends on the order in which a judge sees the two completions.
     """
     samples = record["samples"]
-    rows, texts = len(select_samples(args, samples)), [one["completion"].strip() for one in samples]
+    rows, texts = len(select_samples(args, samples)), [sample["completion"].strip() for sample in samples]
     counts = {
         "prompts_with_rows": int(rows > 0),
         "rows": rows,
         "completions": len(samples),
         "empty": texts.count(""),
-        "truncated": sum(not one["ended"] for one in samples),
-        "dialogues": sum(is_dialogue(one["completion"]) for one in samples),
+        "truncated": sum(not sample["ended"] for sample in samples),
+        "dialogues": sum(is_dialogue(sample["completion"]) for sample in samples),
         "duplicates": len(list(filter(None, texts))) - len({*texts} - {""}),
     }
     if args.select == "labels":
-        return counts | {"good": sum(is_good_sample(args, one) for (one,) in select_samples(args, samples))}
+        return counts | {"good": sum(is_good_sample(args, s) for (s,) in select_samples(args, samples))}
     if args.select == "best":
         return counts
     pairs = list(itertools.combinations(distinct_samples(samples), 2))
-    margins = [abs(SCORE(one) - SCORE(other)) for one, other in pairs]
-    if any("orders" in one for one in samples):
+    margins = [abs(SCORE(a) - SCORE(b)) for a, b in pairs]
+    if any("orders" in sample for sample in samples):
         counts["flips"] = sum(itertools.starmap(depends_on_order, pairs))
     return counts | {
         "ties": margins.count(0),
@@ -220,19 +220,19 @@ def count_samples(args: Collect, record: Record) -> dict[str, int]:
 def measure(args: Collect, record: Record) -> dict[str, float]:
     """Returns a prompt's metrics: scores, completion length, shares of truncated and duplicate samples, and the pairs' margin."""
     samples = record["samples"]
-    scores, counts, number = [*map(SCORE, samples)], count_samples(args, record), len(samples)
+    scores, counts, count = [*map(SCORE, samples)], count_samples(args, record), len(samples)
     metrics = {
-        "score": sum(scores) / number,
+        "score": sum(scores) / count,
         "score_best": max(scores),
         "score_worst": min(scores),
-        "completion_tokens": sum(one["completion_tokens"] for one in samples) / number,
-        "share_truncated": counts["truncated"] / number,
-        "share_duplicates": counts["duplicates"] / number,
+        "completion_tokens": sum(sample["completion_tokens"] for sample in samples) / count,
+        "share_truncated": counts["truncated"] / count,
+        "share_duplicates": counts["duplicates"] / count,
         "share_tied": float(max(scores) == min(scores)),  # samples with equal scores form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
-    if "flips" in counts and (compared := math.comb(len(distinct_samples(samples)), 2)):
-        metrics["order_agreement"] = 1 - counts["flips"] / compared
+    if "flips" in counts and (pair_count := math.comb(len(distinct_samples(samples)), 2)):
+        metrics["order_agreement"] = 1 - counts["flips"] / pair_count
     if args.select in ("best_worst", "pairs") and (pairs := select_samples(args, samples)):
         metrics["margin"] = sum(SCORE(better) - SCORE(worse) for better, worse in pairs) / len(pairs)
     return metrics

@@ -37,9 +37,9 @@ def completion_script(verbs: list[str]) -> str:
     cases = []
     for verb in verbs:
         stages = stages_of(verb)
-        taken = [(stage, spec) for stage, spec in STAGE_SPECS.items() if stage in stages]
-        known = {key for stage, spec in taken for key in (*keys_of(stage), *spec.inputs)}
-        keys = " ".join(f"{key}=" for key in sorted(known))
+        specs = [(stage, spec) for stage, spec in STAGE_SPECS.items() if stage in stages]
+        names = {key for stage, spec in specs for key in (*keys_of(stage), *spec.inputs)}
+        keys = " ".join(f"{key}=" for key in sorted(names))
         cases.append(f'    {verb}) keys="{keys}" ;;')
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))
 

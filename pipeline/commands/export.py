@@ -75,8 +75,8 @@ def write_all(work: Work) -> dict[str, Any]:
     for name in ("policy", "reward.0"):
         kind = name.removesuffix(".0")
         folder = storage.join(work.folder, kind)
-        for left in (folder, f"{folder}.partial"):  # folders that an interrupted export left
-            shutil.rmtree(left, ignore_errors=True)
+        for old_folder in (folder, f"{folder}.partial"):  # folders that an interrupted export left
+            shutil.rmtree(old_folder, ignore_errors=True)
         if name in work.inputs:
             exported[kind] = {"folder": folder, **write_export(host, name, folder)}
     return exported
@@ -103,8 +103,8 @@ def write_export(host: ModelHost, name: str, folder: str) -> dict[str, float]:
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    shown = "  ".join(f"{key} {value:.3g}" for key, value in (differences or {}).items())
-    print(f"   {name.removesuffix('.0')}  {folder}  {shown or 'the adapter'}", flush=True)
+    summary = "  ".join(f"{key} {value:.3g}" for key, value in (differences or {}).items())
+    print(f"   {name.removesuffix('.0')}  {folder}  {summary or 'the adapter'}", flush=True)
     if not host.args.merge:
         print(f"   {vllm_command(host.work.model.name_or_path, folder, name.removesuffix('.0'))}", flush=True)
     return differences or {}
@@ -116,8 +116,8 @@ def vllm_command(base: str, folder: str, name: str) -> str:
     The head of a reward adapter needs vLLM 0.31 or newer.
     """
     adapter = adapter_files.read_settings(folder)
-    if ignored := lora.ignored_by_vllm(adapter):
-        return f"vLLM would ignore the adapter's {ignored}; merge the adapter instead (trainer.merge=true)"
+    if setting := lora.ignored_by_vllm(adapter):
+        return f"vLLM would ignore the adapter's {setting}; merge the adapter instead (trainer.merge=true)"
     # a power of two, at least 8
     rank = max(8, 1 << (adapter_files.largest_rank_in_folder(folder) - 1).bit_length())
     words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
@@ -162,10 +162,10 @@ def merge_adapter(base: Any, adapter: str, dtype: str) -> Any:
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight
-            stored = weight.dtype
+            dtype_before = weight.dtype
             weight.data = weight.data.float()  # otherwise peft would round the adapter's weight update
             layer.merge(safe_merge=True)
-            weight.data = weight.data.to(stored)
+            weight.data = weight.data.to(dtype_before)
     return model.unload().to(getattr(torch, dtype))
 
 
@@ -175,10 +175,10 @@ def merge_adapter(base: Any, adapter: str, dtype: str) -> Any:
 def encode_probes(host: ModelHost) -> tuple[list[list[int]], int]:
     """Returns the token ids of PROBES with the chat template applied, and the maximum number of tokens of a completion."""
     encode = host.tokenizer.apply_chat_template
-    turns = ([{"role": "user", "content": text}] for text in PROBES)
-    rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
-    context, most = host.work.base["context_length"], host.args.response_length
-    return rows, min(most, context - max(map(len, rows))) if context else most
+    conversations = ([{"role": "user", "content": text}] for text in PROBES)
+    rows = [[*encode(messages, add_generation_prompt=True, return_dict=False)] for messages in conversations]
+    context, limit = host.work.base["context_length"], host.args.response_length
+    return rows, min(limit, context - max(map(len, rows))) if context else limit
 
 
 def expected_outputs(host: ModelHost, name: str) -> list[Any]:
@@ -207,8 +207,8 @@ def compare_outputs(host: ModelHost, name: str, folder: str, expected: list[Any]
     import transformers
 
     dtype = host.work.model.dtype
-    auto = "AutoModelForCausalLM" if name == "policy" else "AutoModelForSequenceClassification"
-    model = getattr(transformers, auto).from_pretrained(
+    class_name = "AutoModelForCausalLM" if name == "policy" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, class_name).from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=host.work.model.trust_remote_code
     )
     model = model.to(host.device).eval()
@@ -223,23 +223,23 @@ def compare_outputs(host: ModelHost, name: str, folder: str, expected: list[Any]
         if name != "policy":
             scores = [model(**batch(row)).logits.float().item() for row in rows]
             pairs = list(zip(scores, expected, strict=True))
-            worst = max(abs(score - known) / max(1.0, abs(known)) for score, known in pairs)
+            worst = max(abs(score - target) / max(1.0, abs(target)) for score, target in pairs)
             if not worst <= score_limit:
                 raise Failure(
                     f"the exported reward differs from the adapter by {worst:.3g} (limit {score_limit:g}); nothing was exported"
                 )
             return {"largest_score_difference": worst}
-        same, differences = 0, []
-        for row, known in zip(rows, expected, strict=True):
-            written = model.generate(**batch(row), do_sample=False, max_new_tokens=length)
-            same += written[0, len(row) :].tolist() == known.tokens
-            logprobs = model(**batch(row + known.tokens)).logits.float()[0, len(row) - 1 : -1].log_softmax(-1)
-            chosen = logprobs.gather(-1, torch.tensor(known.tokens, device=model.device)[:, None])
-            differences.append(abs(chosen.sum().item() - sum(known.logprobs)) / len(known.tokens))
-    apart = max(differences)
-    if not apart <= text_limit or (dtype == "float32" and same < len(rows)):
+        equal, differences = 0, []
+        for row, target in zip(rows, expected, strict=True):
+            output = model.generate(**batch(row), do_sample=False, max_new_tokens=length)
+            equal += output[0, len(row) :].tolist() == target.tokens
+            logps = model(**batch(row + target.tokens)).logits.float()[0, len(row) - 1 : -1].log_softmax(-1)
+            chosen = logps.gather(-1, torch.tensor(target.tokens, device=model.device)[:, None])
+            differences.append(abs(chosen.sum().item() - sum(target.logprobs)) / len(target.tokens))
+    difference = max(differences)
+    if not difference <= text_limit or (dtype == "float32" and equal < len(rows)):
         raise Failure(
-            f"the exported policy differs from the adapter: {same} of {len(rows)} greedy completions are equal, log-probs "
-            f"differ by {apart:.3g} per token (limit {text_limit:g}); nothing was exported"
+            f"the exported policy differs from the adapter: {equal} of {len(rows)} greedy completions are equal, log-probs "
+            f"differ by {difference:.3g} per token (limit {text_limit:g}); nothing was exported"
         )
-    return {"same_greedy_completions": same / len(rows), "largest_logprob_difference": apart}
+    return {"same_greedy_completions": equal / len(rows), "largest_logprob_difference": difference}

@@ -26,21 +26,21 @@ def run(job: Job) -> dict[str, Any]:
 def load(host: ModelHost) -> Answer:
     sample = make_sampler(host, 1)
 
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
+    def answer(rows: list[dict[str, Any]], first_row: int) -> list[Record]:
         records = []
-        for row, [made] in sample(rows, first):
+        for row, [result] in sample(rows, first_row):
             if "completion" in row:
                 row["reference_completion"] = row.pop("completion")
-            if "score" in made:
-                made["reward"] = made.pop("score")
-            records.append(row | made)
+            if "score" in result:
+                result["reward"] = result.pop("score")
+            records.append(row | result)
         return records
 
     return answer
 
 
-def make_sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
-    """Loads policy and rewards. Returns a function that samples and scores `several` completions per prompt.
+def make_sampler(host: ModelHost, count: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
+    """Loads policy and rewards. Returns a function that samples and scores `count` completions per prompt.
 
     The function's arguments are tokenized rows and the number of the first row. Sampling seeds depend on the row numbers. The
     function returns each row with its samples. A sample contains completion, completion_tokens, ended, and a score if the job has
@@ -54,28 +54,28 @@ def make_sampler(host: ModelHost, several: int) -> Callable[..., list[tuple[Reco
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
     decoder = roles.make_decoder(host, shared, [role])
-    how = Sampling.from_args(host.args, host.tokenizer, shared)
+    sampling = Sampling.from_args(host.args, host.tokenizer, shared)
 
-    def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:
-        prompts = [row["input_ids"] for row in rows for _ in range(several)]
-        keys = range(first * several, (first + len(rows)) * several)
-        completions = decoder.generate(role, prompts, keys, how)
-        given = [json.loads(row["row"]) for row in rows]
-        repeated = [row for row in given for _ in range(several)]
-        seeds = [seed_of(how.seed, key) for key in keys]
-        samples = Samples.of(prompts, completions, repeated, host.tokenizer, seeds, several)
-        made: list[Record] = [
-            {"completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
-            for text, one in zip(samples.completions, completions, strict=True)
+    def sample(rows: list[dict[str, Any]], first_row: int) -> list[tuple[Record, list[Record]]]:
+        prompts = [row["input_ids"] for row in rows for _ in range(count)]
+        keys = range(first_row * count, (first_row + len(rows)) * count)
+        completions = decoder.generate(role, prompts, keys, sampling)
+        originals = [json.loads(row["row"]) for row in rows]
+        sources = [row for row in originals for _ in range(count)]
+        seeds = [seed_of(sampling.seed, key) for key in keys]
+        samples = Samples.of(prompts, completions, sources, host.tokenizer, seeds, count)
+        entries: list[Record] = [
+            {"completion": text, "completion_tokens": len(completion.tokens), "ended": completion.ended}
+            for text, completion in zip(samples.completions, completions, strict=True)
         ]
         if rewards:
-            for record, score in zip(made, weighted_scores(rewards, samples, normalize=False), strict=True):
-                record["score"] = score
+            for entry, score in zip(entries, weighted_scores(rewards, samples, normalize=False), strict=True):
+                entry["score"] = score
         for notes in samples.notes.values():
-            for record, note in zip(made, notes, strict=True):
+            for entry, note in zip(entries, notes, strict=True):
                 if note["orders"]:
-                    record["orders"] = [place_and_score[1] for place_and_score in note["orders"]]
-        return [(row, made[several * i : several * (i + 1)]) for i, row in enumerate(given)]
+                    entry["orders"] = [place_and_score[1] for place_and_score in note["orders"]]
+        return [(row, entries[count * i : count * (i + 1)]) for i, row in enumerate(originals)]
 
     return sample
 

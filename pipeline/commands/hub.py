@@ -58,13 +58,13 @@ def model_card(host: ModelHost, name: str, differences: dict[str, float] | None 
     uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.read_version(reference, uri)["tags"] if InputURI.parse(reference).version else {}
     metrics = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
-    repo, made_from = host.args.hub_model_id, list(ancestors_of_version(reference, uri))
-    parameters = [registry.read_parameters(one.reference, uri) for one in made_from]
-    rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
-    datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))
-    stages = dict.fromkeys(str(one.lineage["stage"]) for one in made_from if "stage" in one.lineage)
+    repo, ancestors = host.args.hub_model_id, list(ancestors_of_version(reference, uri))
+    parameters = [registry.read_parameters(a.reference, uri) for a in ancestors]
+    paths = [value for params in parameters for key, value in params.items() if key.startswith("data.train")]
+    datasets = dict.fromkeys(match["repo"] for value in paths if (match := DATA_SET.fullmatch(value)))
+    stages = dict.fromkeys(str(a.lineage["stage"]) for a in ancestors if "stage" in a.lineage)
     task, merged = "text-generation" if kind == "policy" else "text-classification", differences is not None
-    extra = ["reward-model"] * (kind == "reward") + ["merged"] * merged
+    kinds = ["reward-model"] * (kind == "reward") + ["merged"] * merged
     path = base["name_or_path"]
     # The Hub does not accept a local folder as the base model.
     on_hub = hub.is_reference(path) and not hub.local(path).is_dir()
@@ -74,7 +74,7 @@ def model_card(host: ModelHost, name: str, differences: dict[str, float] | None 
         base_model=path if on_hub else None,
         base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
         datasets=list(datasets) or None,
-        tags=[TAG, "trl", "lora", *stages, *extra],
+        tags=[TAG, "trl", "lora", *stages, *kinds],
         model_name=(repo or reference) if metrics else None,
         eval_results=[
             EvalResult(task, "held-out", "held-out rows", key.removeprefix("eval_"), float(value))
@@ -83,7 +83,7 @@ def model_card(host: ModelHost, name: str, differences: dict[str, float] | None 
         or None,
         **_license(path, model.revision),
     )
-    made = ModelCard.from_template(
+    card = ModelCard.from_template(
         data,
         str(CARD),
         title=repo or reference.removeprefix("models:/"),
@@ -92,7 +92,7 @@ def model_card(host: ModelHost, name: str, differences: dict[str, float] | None 
         dtype=model.dtype,
         folder=repo or ".",
         in_4_bits=parameters[0].get("model.load_in_4bit") == "True",
-        ancestors=made_from,
+        ancestors=ancestors,
         metrics=metrics,
         differences=differences,
         count=with_unit,
@@ -100,7 +100,7 @@ def model_card(host: ModelHost, name: str, differences: dict[str, float] | None 
         oldest=transformers4.oldest_version(hub.base_config(path, model.revision)),
         ends=eos_ids(host.tokenizer),
     )
-    return f"{made}\n"
+    return f"{card}\n"
 
 
 def _license(base: str, revision: str | None) -> dict[str, Any]:
@@ -123,12 +123,12 @@ def ancestors_of_version(
     reference: str, uri: str, depth: int = 0, role: str = ""
 ) -> Iterator[AncestorOfExport]:
     """Yields a model version and all its ancestors, depth first."""
-    facts: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     if InputURI.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
-        facts = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
-    yield AncestorOfExport(reference, facts, depth, role)
-    for name, parent in facts.get("parents", {}).items():
+        record = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
+    yield AncestorOfExport(reference, record, depth, role)
+    for name, parent in record.get("parents", {}).items():
         yield from ancestors_of_version(parent, uri, depth + 1, name.removesuffix(".0"))
 
 
@@ -165,18 +165,18 @@ def _check_repository(args: Export) -> None:
     api, repo = _api(), args.hub_model_id
     api.whoami()
     try:
-        found = api.repo_info(repo)
+        info = api.repo_info(repo)
     except RepositoryNotFoundError:
         return
-    if args.hub_private_repo and not found.private:
+    if args.hub_private_repo and not info.private:
         raise InputError(
             f"{repo} exists and is public; set trainer.hub_private_repo=false, or use another name",
             "trainer.hub_model_id",
         )
-    files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
+    files = {file.rfilename for file in info.siblings or []} - {".gitattributes"}
     was_exported = False
     if "README.md" in files:
-        card = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
+        card = Path(api.hf_hub_download(repo, "README.md", revision=info.sha))
         metadata, _, _ = card.read_text(encoding="utf-8", errors="replace").partition("\n---")
         was_exported = f"- {TAG}" in metadata.splitlines()
     if files and not was_exported:
@@ -219,8 +219,8 @@ def push_to_hub(args: Export, kind: str, base: str, result: dict[str, Any]) -> d
             commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )
     except Exception as error:  # the HTTP client and the uploader raise their own exception types
-        again = f"the same command with run.name={result['name']} continues without merging again"
-        raise Failure(f"{_explained(args, error)}; {again}") from error
+        advice = f"the same command with run.name={result['name']} continues without merging again"
+        raise Failure(f"{_explained(args, error)}; {advice}") from error
     print(f"   {commit}", flush=True)
     result = result | {"hub": {"repo_id": repo, "commit": str(commit.oid)}}
     storage.write_json(storage.join(result["folder"], RESULT), result)

@@ -92,8 +92,8 @@ class Request:
     profile: str
     model: str | None
     reward: str | None  # reward of ppo
-    own: dict[str, Any]  # keys of `data` that describe the rows
-    kept: dict[str, str]  # {job that exists already: its text}
+    row_keys: dict[str, Any]  # keys of `data` that describe the rows
+    existing: dict[str, str]  # {job that exists already: its text}
 
     @property
     def folder(self) -> Path:
@@ -107,7 +107,7 @@ def run(path: str, options: list[str]) -> None:
     Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
     request = parse_options(path, options)
-    sources = [source_of(item, for_eval, request.own) for item, for_eval in splits_of(path)]
+    sources = [source_of(item, for_eval, request.row_keys) for item, for_eval in splits_of(path)]
     check_readable(request, sources)
     shipped.copy_profile(request.profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
@@ -118,112 +118,112 @@ def run(path: str, options: list[str]) -> None:
     print_written(request, sources, jobs)
     add_prompts(request, sources, jobs)
     write_jobs(request, jobs)
-    if "dpo" in jobs and "collect" in jobs and "collect" not in request.kept:
+    if "dpo" in jobs and "collect" in jobs and "collect" not in request.existing:
         write_rounds(request.folder, jobs["dpo"])
     print_next(request.folder, jobs)
 
 
 def parse_options(path: str, options: list[str]) -> Request:
     """Parses the command line. Raises InputError if an option is wrong, or if the profile exists and --name is not set."""
-    of_rows = [option for option in options if option.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
-    given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
-    typed_name, model, reward = (given.pop(key, None) for key in ("name", "model", "reward"))
-    profiles = [one for one in shipped.shipped_profiles() if one != "demo"]
-    if (profile := given.pop("profile", "own")) not in profiles:
+    row_options = [o for o in options if o.partition("=")[0] in {f"data.{key}" for key in OF_ROWS}]
+    settings = dict(option.partition("=")[::2] for option in options if option not in row_options)
+    typed_name, model, reward = (settings.pop(key, None) for key in ("name", "model", "reward"))
+    profiles = [name for name in shipped.shipped_profiles() if name != "demo"]
+    if (profile := settings.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
-    if given:
-        known = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
-        found = f"unknown option {next(iter(given))!r}; expected {known}"
-        raise InputError(f"{found}; set other keys in the jobs that init writes")
+    if settings:
+        allowed = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
+        problem = f"unknown option {next(iter(settings))!r}; expected {allowed}"
+        raise InputError(f"{problem}; set other keys in the jobs that init writes")
     # Loads a job with the user's options, because this raises the same errors as a run with these options.
-    data = load_job(shipped.JOBS / "own/sft.yaml", of_rows, "sft").data
+    data = load_job(shipped.JOBS / "own/sft.yaml", row_options, "sft").data
     if reward:
         load_job(shipped.JOBS / "own/ppo.yaml", [f"reward={reward}"], "ppo")
-    own = {key: value for key in OF_ROWS if (value := getattr(data, key)) is not None}
+    row_keys = {key: value for key in OF_ROWS if (value := getattr(data, key)) is not None}
     name = typed_name or profile_name(path)
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise InputError(f"name: found {show_value(name)}, expected at most 64 letters, digits, `_` and `-`")
     if name in shipped.FOLDERS:
         raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
     folder = Path("jobs") / name
-    kept = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
-    if folder.exists() and not (kept and typed_name):
+    existing = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
+    if folder.exists() and not (existing and typed_name):
         raise InputError(f"{folder} exists; add jobs to it with --name {name}, or choose another name")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected data files")
-    return Request(path, name, profile, model, reward, own, kept)
+    return Request(path, name, profile, model, reward, row_keys, existing)
 
 
 def profile_name(path: str) -> str:
     """Derives a name for the profile from a path or URI."""
-    on_hub = DATA_SET.fullmatch(path)
-    last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
-    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
+    match = DATA_SET.fullmatch(path)
+    basename = (match["repo"] if match else path.rstrip("/")).rpartition("/")[2]
+    return re.sub(r"[^\w-]+", "_", basename.partition(".")[0]).strip("_") or "data"
 
 
 def check_readable(request: Request, sources: list[RowSource]) -> None:
     """Raises InputError if no new job can use the rows, or if no stage can read the columns that the user set."""
     path, rows = sources[0].path, sources[0].rows
     columns = [keys.get("columns") for source in sources for keys in source.stages.values()]
-    if request.own.get("columns") not in (None, *columns):
-        found = f"no stage can read {request.path} with these columns; the first file has the columns {', '.join(some_keys(rows[0]))}"
-        raise InputError(found, key="data.columns")
+    if request.row_keys.get("columns") not in (None, *columns):
+        problem = f"no stage can read {request.path} with these columns; the first file has the columns {', '.join(some_keys(rows[0]))}"
+        raise InputError(problem, key="data.columns")
     if not any(sources_for(sources, stage) for stage in TAKES):
         kind = kind_of("sft")
-        if preview.fits_kind(rows[0], kind) and isinstance(wrong := parse_or_error(rows[0], kind), RowError):
-            raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
+        if preview.fits_kind(rows[0], kind) and isinstance(error := parse_or_error(rows[0], kind), RowError):
+            raise InputError(f"{path}: {error.field}: found {error.found}; expected {error.expected}")
         raise InputError(guess.explain_misfit(rows, kind, path))
-    new = jobs_for(request, sources).keys() - request.kept.keys()
-    if not new:
+    new_jobs = jobs_for(request, sources).keys() - request.existing.keys()
+    if not new_jobs:
         raise InputError(
             f"{request.folder} already has a job for each stage that can train on these rows; set data.train in these jobs"
         )
-    if request.reward and "ppo" not in new:
+    if request.reward and "ppo" not in new_jobs:
         raise InputError("only ppo uses a reward, and there is no new ppo job for these rows", key="reward")
 
 
 def write_jobs(request: Request, jobs: dict[str, str]) -> None:
     """Writes the job files that do not exist yet."""
     for job, text in jobs.items():
-        if job not in request.kept:
+        if job not in request.existing:
             (request.folder / f"{job}.yaml").write_text(text, encoding="utf-8")
 
 
 def jobs_with_lengths(request: Request, sources: list[RowSource]) -> dict[str, str]:
     """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that cannot read any of their rows."""
-    unclear = {
+    unclear_stages = {
         stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
     }
     while True:
         jobs = jobs_for(request, sources)
         write_jobs(request, jobs)
-        unreadable = set_lengths(request.folder, jobs) - request.kept.keys() - unclear
+        unreadable = set_lengths(request.folder, jobs) - request.existing.keys() - unclear_stages
         write_jobs(request, jobs)
         if not unreadable:
             return jobs
-        for job in jobs.keys() - request.kept.keys():
+        for job in jobs.keys() - request.existing.keys():
             (request.folder / f"{job}.yaml").unlink()
         for source in sources:
             for stage in unreadable:
                 source.stages.pop(stage, None)
-        if not jobs_for(request, sources).keys() - request.kept.keys():
-            if not request.kept:
+        if not jobs_for(request, sources).keys() - request.existing.keys():
+            if not request.existing:
                 request.folder.rmdir()
             raise InputError(f"no stage can train on {request.path}; the warnings above say why")
 
 
 def print_written(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
     """Prints the jobs that were written, and which stages read each file."""
-    new = [job for job in jobs if job not in request.kept]
-    print(f"wrote {request.folder}: {', '.join(new)}")
-    if request.kept:
-        print(f"  not changed: {', '.join(request.kept)}")
+    new_jobs = [job for job in jobs if job not in request.existing]
+    print(f"wrote {request.folder}: {', '.join(new_jobs)}")
+    if request.existing:
+        print(f"  not changed: {', '.join(request.existing)}")
     for source in sources:
-        readers = [stage for stage in TAKES if stage in new and source in sources_for(sources, stage)]
-        how = ", ".join(readers) or f"no stage; the file's columns are {', '.join(some_keys(source.rows[0]))}"
+        readers = [stage for stage in TAKES if stage in new_jobs and source in sources_for(sources, stage)]
+        use = ", ".join(readers) or f"no stage; the file's columns are {', '.join(some_keys(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
-            how += f"; columns {columns}"
-        print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
+            use += f"; columns {columns}"
+        print(f"  {source.path}: {source.kind or 'skipped'}, read by {use}")
 
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
@@ -236,9 +236,9 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
         command = "make {} JOB={}"
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
-    after = [("evaluate", "evaluate"), ("chat", "generate"), ("serve", "serve"), ("export", "export")]
+    follow_ups = [("evaluate", "evaluate"), ("chat", "generate"), ("serve", "serve"), ("export", "export")]
     commands = [("validate", job) for job in trained[:1]] + [(job, job) for job in trained]
-    commands += [(subcommand, job) for subcommand, job in after if job in jobs]
+    commands += [(subcommand, job) for subcommand, job in follow_ups if job in jobs]
     if commands:
         print("Run next:")
     for subcommand, job in commands[:5]:
@@ -262,29 +262,29 @@ def splits_of(path: str) -> Iterator[tuple[str, bool]]:
                     yield split, True
                     return
         return
-    aside = dict[str, str]()
-    files = [file.path for file in find_files(path, "data", aside)]
+    skipped = dict[str, str]()
+    files = [file.path for file in find_files(path, "data", skipped)]
     # In the part of the path that all files share, numbers are not shard numbers.
-    shared = os.path.dirname(files[0])
-    while shared and not all(file.startswith(f"{shared}/") for file in files):
-        shared = os.path.dirname(shared)
+    root = os.path.dirname(files[0])
+    while root and not all(file.startswith(f"{root}/") for file in files):
+        root = os.path.dirname(root)
     groups: dict[str, list[str]] = {}
     for file in files:
-        groups.setdefault(shared + re.sub(r"\d+", "*", file.removeprefix(shared)), []).append(file)
+        groups.setdefault(root + re.sub(r"\d+", "*", file.removeprefix(root)), []).append(file)
     for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
         for name in [pattern] if as_glob else group:
             yield name, is_held_out(os.path.relpath(name, path))
-    for name, why in aside.items():
-        print(f"  {name}: not read ({why})")
+    for name, reason in skipped.items():
+        print(f"  {name}: not read ({reason})")
 
 
-def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> RowSource:
+def source_of(path: str, for_eval: bool, args: dict[str, Any]) -> RowSource:
     """Finds the stages that can read the first rows of a path. Guesses the columns if the user did not set them."""
-    heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
-    as_typed, kinds = kind_of("sft").with_preprocess(made), {stage: kind_of(stage) for stage in TAKES}
+    heads, preprocess = [], Preprocess(transform=args.get("transform"), group_by=args.get("group_by"))
+    typed_kind, kinds = kind_of("sft").with_preprocess(preprocess), {stage: kind_of(stage) for stage in TAKES}
     for file in find_files(path, "data.train")[: preview.FILES]:
-        head, errors = preview.first_rows(file, as_typed)
+        head, errors = preview.first_rows(file, typed_kind)
         heads.append(head)
         if not head:
             raise InputError(str(errors[0]) if errors else f"{file.path}: the file has no rows")
@@ -295,25 +295,25 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> RowSource:
     if stages := keys_of_example(rows[0]):
         return RowSource(path, rows, stages, for_eval)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
-    if not own.get("columns") and (problem := guess.unclear_label_note(rows)):
+    if not args.get("columns") and (problem := guess.unclear_label_note(rows)):
         print(f"warning: {path}: sft and kto will not use this file: {problem}")
     for stage in ("ppo",) if named_prompts else TAKES:
-        asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
-        prompts = [{"prompt": columns["prompt"]} for columns in asked]
-        guesses = (columns_for(stage, own.get("columns")), guess.guess_columns(rows, kinds[stage]), *prompts)
-        fit = (
-            one
-            for one in guesses
-            if one is not None and all(guess.reads_most_rows(head, one, kinds[stage]) for head in heads)
+        column_maps = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
+        prompts = [{"prompt": columns["prompt"]} for columns in column_maps]
+        guesses = (columns_for(stage, args.get("columns")), guess.guess_columns(rows, kinds[stage]), *prompts)
+        fitting = (
+            cols
+            for cols in guesses
+            if cols is not None and all(guess.reads_most_rows(head, cols, kinds[stage]) for head in heads)
         )
         if (
-            found := next((one for one in fit if not contradicts_user(one, own.get("columns"))), None)
+            columns := next((c for c in fitting if not contradicts_user(c, args.get("columns"))), None)
         ) is None:
             continue
-        labeled = stage != "ppo" and ("label" in found or "label" in rows[0])
-        typed = {key: own[key] for key in own if key != "columns" and (key != "label" or labeled)}
-        stages[stage] = ({"columns": found} if found else {}) | typed
-        if "label" not in own and not guess.is_clear(found, rows):
+        labeled = stage != "ppo" and ("label" in columns or "label" in rows[0])
+        extras = {key: args[key] for key in args if key != "columns" and (key != "label" or labeled)}
+        stages[stage] = ({"columns": columns} if columns else {}) | extras
+        if "label" not in args and not guess.is_clear(columns, rows):
             stages[stage]["label"] = None
     return RowSource(path, rows, stages, for_eval)
 
@@ -332,16 +332,16 @@ def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:
     """Returns the columns that the user set, except for fields that this stage does not read."""
-    fields = {one: preview.known_fields(kind_of(one)) for one in TAKES}
+    fields = {name: preview.known_fields(kind_of(name)) for name in TAKES}
     others = {*itertools.chain(*fields.values())} - {*fields[stage]}
     return columns and {field: column for field, column in columns.items() if field not in others}
 
 
 def contradicts_user(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
     """Returns True if the guess and the user assign a column to different fields."""
-    fields = {one: field for field, column in (typed or {}).items() for one in as_list(column)}
+    fields = {column: field for field, value in (typed or {}).items() for column in as_list(value)}
     return any(
-        fields.get(one, field) != field for field, column in guessed.items() for one in as_list(column)
+        fields.get(column, field) != field for field, value in guessed.items() for column in as_list(value)
     )
 
 
@@ -350,40 +350,40 @@ def contradicts_user(guessed: dict[str, Any], typed: dict[str, Any] | None) -> b
 
 def jobs_for(request: Request, sources: list[RowSource]) -> dict[str, str]:
     """Returns {job: text} for existing jobs and for new jobs that can use the rows. New jobs have the profile's lengths."""
-    name, kept = request.name, request.kept
+    name, existing = request.name, request.existing
     rows = {stage: sources_for(sources, stage) for stage in TAKES}
-    there = {stage for stage in TAKES if rows[stage] or stage in kept}
-    reward = f"models:/{name}-rm@champion" if "rm" in there else None
-    of_ppo = request.reward or reward
+    stages = {stage for stage in TAKES if rows[stage] or stage in existing}
+    reward = f"models:/{name}-rm@champion" if "rm" in stages else None
+    ppo_reward = request.reward or reward
     policies = [
-        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in there and (of_ppo or stage != "ppo")
+        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in stages and (ppo_reward or stage != "ppo")
     ]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # a job uses the first model in this list that exists
-    best = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
+    inputs = {"policy": newest if len(newest) > 1 else (newest or ["base"])[0], "reward": reward}
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
-        "ppo": {"policy": start, "reward": of_ppo},
-        "evaluate": {**best, "baseline": start},
-        **dict.fromkeys(("generate", "export"), best),
+        "ppo": {"policy": start, "reward": ppo_reward},
+        "evaluate": {**inputs, "baseline": start},
+        **dict.fromkeys(("generate", "export"), inputs),
         "serve": {
             "serve.policies": served,
             "serve.rewards": {f"{name}-rm": reward} if reward else {},
             "data.max_length": None,  # by default the context length minus the completion length
         },
     }
-    made = [stage for stage in TAKES if rows[stage]]
-    made += ["score"] if reward else []
-    made += ["evaluate", "collect"] if reward and rows["ppo"] else []
-    made += ["generate", "serve", "export"] if policies else []
-    models = (yaml.safe_load(text).get("model") for text in kept.values())
+    new_jobs = [stage for stage in TAKES if rows[stage]]
+    new_jobs += ["score"] if reward else []
+    new_jobs += ["evaluate", "collect"] if reward and rows["ppo"] else []
+    new_jobs += ["generate", "serve", "export"] if policies else []
+    models = (yaml.safe_load(text).get("model") for text in existing.values())
     # A new job uses the same base as the existing jobs.
     model: dict[str, Any] = next(filter(None, models), {})
     model |= {"name_or_path": request.model} if request.model else {}
-    jobs = dict(kept)
-    for job in made:
-        if job in kept or not (file := shipped.JOBS / request.profile / f"{job}.yaml").exists():
+    jobs = dict(existing)
+    for job in new_jobs:
+        if job in existing or not (file := shipped.JOBS / request.profile / f"{job}.yaml").exists():
             continue
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
@@ -392,7 +392,7 @@ def jobs_for(request: Request, sources: list[RowSource]) -> dict[str, str]:
         base = {f"model.{key}": value for key, value in model.items()}
         for key, value in {**base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
-        if job == "ppo" and not of_ppo:
+        if job == "ppo" and not ppo_reward:
             text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
         stage = ROWS_OF.get(job, job)
         if job != "serve" and rows.get(stage):
@@ -417,22 +417,22 @@ def with_device(text: str) -> str:
 def sources_for(sources: list[RowSource], stage: str) -> list[RowSource]:
     """Returns the sources of the first kind in TAKES that a stage can train on."""
     for kind in TAKES[stage]:
-        found = [source for source in sources if source.kind == kind and stage in source.stages]
-        if any(not source.for_eval for source in found):
-            return found
+        readable = [source for source in sources if source.kind == kind and stage in source.stages]
+        if any(not source.for_eval for source in readable):
+            return readable
     return []
 
 
 def with_rows(text: str, job: str, sources: list[RowSource], stage: str) -> str:
     """Sets the paths of `sources` in a job, with the keys of `data` that `stage` needs. Returns the job's text."""
     keys = [source.stages[stage] for source in sources]
-    same = keys[0] if all(one == keys[0] for one in keys) else None
+    shared = keys[0] if all(k == keys[0] for k in keys) else None
 
     def paths(for_eval: bool) -> Any:
-        mine = [source for source in sources if source.for_eval == for_eval]
-        if same is None:
-            return [{"path": one.path, **one.stages[stage]} for one in mine] or None
-        return [one.path for one in mine] if len(mine) > 1 else next((one.path for one in mine), None)
+        split = [source for source in sources if source.for_eval == for_eval]
+        if shared is None:
+            return [{"path": s.path, **s.stages[stage]} for s in split] or None
+        return [s.path for s in split] if len(split) > 1 else next((s.path for s in split), None)
 
     held_out = paths(True)
     if job != "evaluate":
@@ -441,7 +441,7 @@ def with_rows(text: str, job: str, sources: list[RowSource], stage: str) -> str:
         text = with_key(text, "data.eval", held_out)
     if job in TAKES:
         text = with_key(text, "data.eval_fraction", 0 if held_out else 0.1, "of the training rows, by prompt")
-    for key, value in (same or {}).items():
+    for key, value in (shared or {}).items():
         meaning = (
             f"set the label's meaning: {guess.label_template(keys[0]['columns'])}" if value is None else ""
         )
@@ -453,18 +453,18 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
     """Sets `key` or `section.key` in the text of a job, and returns the text. Does not change other lines."""
     section, _, name = key.rpartition(".")
     indent = "  " if section else ""
-    flow: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
-    written = yaml.safe_dump(value, allow_unicode=True, **flow).removesuffix("...\n").strip()
-    line = f"{indent}{name}: {written}"
+    style: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
+    value_text = yaml.safe_dump(value, allow_unicode=True, **style).removesuffix("...\n").strip()
+    line = f"{indent}{name}: {value_text}"
     line = f"{line:<35} # {comment}\n" if comment else f"{line}\n"
     start, end = 0, len(text)
     if section:
-        if not (found := re.search(rf"^{section}:.*\n((?: .*|)\n)*", text, re.M)):
+        if not (block := re.search(rf"^{section}:.*\n((?: .*|)\n)*", text, re.M)):
             return f"{text}\n{section}:\n{line}"
-        start, end = text.index("\n", found.start()) + 1, found.end()
-    nested = re.compile(rf"^{indent}{name}:.*\n(?:{indent} +.*\n)*", re.M)
-    if old := nested.search(text, start, end):
-        return text[: old.start()] + line + text[old.end() :]
+        start, end = text.index("\n", block.start()) + 1, block.end()
+    pattern = re.compile(rf"^{indent}{name}:.*\n(?:{indent} +.*\n)*", re.M)
+    if match := pattern.search(text, start, end):
+        return text[: match.start()] + line + text[match.end() :]
     end = len(text[:end].rstrip("\n")) + 1
     return text[:end] + line + text[end:]
 
@@ -481,31 +481,31 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
     applied to plain text, so that policy and reward model see the same format. If the tokenizer or a stage's rows cannot be read,
     keeps the profile's lengths. No length exceeds the model's context.
     """
-    loaded = {stage: load_profile_job(folder, stage) for stage in TAKES if stage in jobs}
-    first = next(iter(loaded.values()))
-    base, given = first.model, (first.model.name_or_path, first.model.revision)
+    stage_jobs = {stage: load_profile_job(folder, stage) for stage in TAKES if stage in jobs}
+    first_job = next(iter(stage_jobs.values()))
+    base, source = first_job.model, (first_job.model.name_or_path, first_job.model.revision)
     try:
-        tokenizer = load_tokenizer(*given, base.chat_template, base.trust_remote_code)
-        context = context_length(base_config(*given)) or 1 << 20
+        tokenizer = load_tokenizer(*source, base.chat_template, base.trust_remote_code)
+        context = context_length(base_config(*source)) or 1 << 20
     except InputError as error:
         print(f"warning: the jobs keep the lengths of the profile: {error}")
         return set()
     records: dict[str, list[tuple[Kind, Record]]] = {}
-    for stage, job in loaded.items():
+    for stage, job in stage_jobs.items():
         try:
             records[stage] = [*first_records(stage, job.data)]
         except InputError as error:
             print(f"warning: {stage}: {error}")
-    messages = any(not isinstance(one.prompt, str) for found in records.values() for _, one in found)
-    if messages and not text_as_chat(tokenizer, first.data.apply_chat_template):
-        tokenizer = load_tokenizer(*given, "plain", base.trust_remote_code)
+    is_chat = any(not isinstance(record.prompt, str) for group in records.values() for _, record in group)
+    if is_chat and not text_as_chat(tokenizer, first_job.data.apply_chat_template):
+        tokenizer = load_tokenizer(*source, "plain", base.trust_remote_code)
         for name in jobs:
             jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
     sizes: dict[str, tuple[int, int]] = {}  # {stage: tokens of prompts and of completions}
     unreadable = set[str]()
-    for stage, found in records.items():
+    for stage, group in records.items():
         try:
-            sizes[stage] = typical_lengths(stage, loaded[stage].data, tokenizer, found, context)
+            sizes[stage] = typical_lengths(stage, stage_jobs[stage].data, tokenizer, group, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
             unreadable.add(stage)
@@ -522,26 +522,26 @@ def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], contex
         context: context length of the base.
     """
     job, stage = yaml.safe_load(text), ROWS_OF.get(name, name)
-    learner = next((one for one in ("sft", "dpo", "kto") if one in sizes), None)
+    learner = next((s for s in ("sft", "dpo", "kto") if s in sizes), None)
     if learner and stage == "ppo" and stage not in sizes:  # `generate` reads the conversations' prompts
         sizes = {**sizes, "ppo": (sizes[learner][0], 0)}
     if stage == "ppo":  # completions are not part of data.max_length
-        completions = max((sizes[one][1] for one in ("sft", "rm", "kto") if one in sizes), default=0)
-        answer = -(-completions // 16) * 16 or job["trainer"]["response_length"]
-        answer = min(answer, context // 2)
-        text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
-        context -= answer
+        completions = max((sizes[s][1] for s in ("sft", "rm", "kto") if s in sizes), default=0)
+        response = -(-completions // 16) * 16 or job["trainer"]["response_length"]
+        response = min(response, context // 2)
+        text = with_key(text, "trainer.response_length", response, "tokens of a completion")
+        context -= response
     if name in ("serve", "export"):
         return text
-    wanted, fits = job["data"].get("max_length") or context, "as in the profile"
+    max_length, comment = job["data"].get("max_length") or context, "as in the profile"
     if stage in sizes:
         prompt, completion = sizes[stage]
         if name in ("generate", "evaluate"):  # generate and evaluate may read sft's prompts
             prompt = max(prompt, sizes.get("sft", (0,))[0])
-        wanted, fits = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
-    if wanted > context:
-        wanted, fits = context, "the model's context length; some rows are longer"
-    return with_key(text, "data.max_length", wanted, f"tokens; {fits}")
+        max_length, comment = -(-(prompt + completion) // 64) * 64, "99 % of the first rows fit"
+    if max_length > context:
+        max_length, comment = context, "the model's context length; some rows are longer"
+    return with_key(text, "data.max_length", max_length, f"tokens; {comment}")
 
 
 def load_profile_job(folder: Path, stage: str) -> Job:
@@ -556,63 +556,63 @@ def typical_lengths(
     ends, special = eos_ids(tokenizer), data.parse_special_tokens
     as_chat = text_as_chat(tokenizer, data.apply_chat_template)
     examples, errors = list[Any](), list[RowError]()
-    for kind, found in itertools.groupby(records, key=itemgetter(0)):
+    for kind, group in itertools.groupby(records, key=itemgetter(0)):
         encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)
-        for outcome in itertools.chain.from_iterable(encoder.encode([record for _, record in found])):
+        for outcome in itertools.chain.from_iterable(encoder.encode([record for _, record in group])):
             examples += [outcome] * isinstance(outcome, Example)
             errors += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
-        why = f": {errors[0].expected}" if errors else ""
-        raise InputError(f"none of the first rows of {show_value(data.train)} can be read{why}")
+        reason = f": {errors[0].expected}" if errors else ""
+        raise InputError(f"none of the first rows of {show_value(data.train)} can be read{reason}")
     if (total := len(examples) + len(errors)) < 20 * len(errors):
         print(f"warning: {stage} skips {len(errors)} of the first {total} rows: {errors[0].expected}")
-    at = int(0.99 * (len(examples) - 1))
+    index = int(0.99 * (len(examples) - 1))
     return (
-        sorted(example.prompt_tokens for example in examples)[at],
-        sorted(example.completion_tokens for example in examples)[at],
+        sorted(example.prompt_tokens for example in examples)[index],
+        sorted(example.completion_tokens for example in examples)[index],
     )
 
 
 def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
     files = find_files(data.train, "data.train")
-    asked = {"train": [*map(without_label, preview.source_kinds(stage, data)["train"])]}
-    kinds = preview.resolve_labels(asked, {"train": files})["train"]
+    source_kinds = {"train": [*map(without_label, preview.source_kinds(stage, data)["train"])]}
+    kinds = preview.resolve_labels(source_kinds, {"train": files})["train"]
     for file in files:
         kind = kinds[file.source]
         chunk = chunks.plan_chunks(file, "train", kind)[0]
         for _, row, _ in itertools.islice(chunks.chunk_rows(chunk), preview.ROWS):
-            for made in kind.rows(row):
-                record = parse_or_error(made, kind) if isinstance(made, dict) else None
+            for reshaped in kind.rows(row):
+                record = parse_or_error(reshaped, kind) if isinstance(reshaped, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
 
 
 def without_label(kind: Kind) -> Kind:
     """Reads `first` as `chosen` if the meaning of data.label is unknown, which does not affect prompts and lengths."""
-    one, columns = kind.preprocess, dict(kind.preprocess.columns)
-    if one.rule is not None or not {"first", "second", "label"} <= columns.keys():
+    preprocess, columns = kind.preprocess, dict(kind.preprocess.columns)
+    if preprocess.rule is not None or not {"first", "second", "label"} <= columns.keys():
         return kind
     del columns["label"]
     columns |= {"chosen": columns.pop("first"), "rejected": columns.pop("second")}
-    return kind_of(kind.stage).with_preprocess(replace(one, columns=columns))
+    return kind_of(kind.stage).with_preprocess(replace(preprocess, columns=columns))
 
 
 def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
     """Writes files of prompts for generate and evaluate if the user has no such files. Sets the new files in `jobs`."""
-    new, folder = jobs.keys() - request.kept.keys(), request.folder
-    if "generate" in new and not sources_for(sources, "ppo"):  # all conversations end with an answer
+    new_jobs, folder = jobs.keys() - request.existing.keys(), request.folder
+    if "generate" in new_jobs and not sources_for(sources, "ppo"):  # all conversations end with an answer
         learner = load_profile_job(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         prompts = [{"prompt": record.prompt} for _, record in first_records(learner.stage, learner.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
-    if "evaluate" in new and not any(source.for_eval for source in sources_for(sources, "ppo")):
+    if "evaluate" in new_jobs and not any(source.for_eval for source in sources_for(sources, "ppo")):
         ppo, path = load_profile_job(folder, "ppo"), folder / "eval_prompts.jsonl"
         by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
-        away = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
-        for row in away:
+        rows = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
+        for row in rows:
             row.pop("system", None)  # the prompt already contains the system prompt
-        jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
-        print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} from ppo's eval split, for evaluate")
+        jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, rows)
+        print(f"  {path}: {len(rows)} prompt{'s' * (len(rows) != 1)} from ppo's eval split, for evaluate")
 
 
 def write_rounds(folder: Path, dpo: str) -> None:
@@ -624,8 +624,8 @@ def write_rounds(folder: Path, dpo: str) -> None:
     text = (shipped.JOBS / "demo/iterate.sh").read_text(encoding="utf-8")
     text = text.replace("jobs/demo/", f"{folder}/").replace("`make sft rm`", "the runs that collect needs")
     if {*OF_ROWS} & {*yaml.safe_load(dpo)["data"]}:
-        nothing = " ".join(f"data.{key}=null" for key in (*OF_ROWS, "eval"))
-        text = text.replace("data.train=", f"{nothing} data.eval_fraction=0.1 \\\n    data.train=")
+        null_keys = " ".join(f"data.{key}=null" for key in (*OF_ROWS, "eval"))
+        text = text.replace("data.train=", f"{null_keys} data.eval_fraction=0.1 \\\n    data.train=")
     (folder / "iterate.sh").write_text(text, encoding="utf-8")
     print(f"  {folder}/iterate.sh: rounds of collect, dpo and evaluate")
 

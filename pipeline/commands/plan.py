@@ -46,14 +46,14 @@ def run(job: Job) -> dict[str, Any]:
     places = work.places
     folders, notes = folders_of_adapters(job.inputs, tracking_of(job).uri, partial(pin_inputs, job))
     check_shapes(work, folders)
-    loras = {name.split(".")[0]: adapter_files.describe_adapter(at) for name, at in folders.items()}
+    loras = {name.split(".")[0]: adapter_files.describe_adapter(folder) for name, folder in folders.items()}
     planned = plan.make_plan(work, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
     print(f"   {size}. Memory of one worker, for rows of the maximum length:")
     for item in planned.items:
-        when = "" if item.phase == "always" else f"  ({item.phase})"
-        print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
+        phase = "" if item.phase == "always" else f"  ({item.phase})"
+        print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{phase}")
     print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including the allocator's fragmentation")
     if job.spec.learns:
         print(
@@ -83,75 +83,75 @@ def check_fit(
         memory: bytes that a worker has.
         gpus: number of this machine's GPUs, or None for a cluster.
     """
-    lacks, changes = [], list[str]()
-    each = places.workers.each.resources.get("GPU", 0)
-    if gpus is not None and (needed := places.workers.fewest * each) > gpus:
-        lacks.append(f"the workers need {needed:g} GPUs, but this machine has {gpus}")
-        if not (change := places.fewer(gpus / each)):
-            raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
+    problems, changes = [], list[str]()
+    gpus_per_worker = places.workers.each.resources.get("GPU", 0)
+    if gpus is not None and (gpu_count := places.workers.fewest * gpus_per_worker) > gpus:
+        problems.append(f"the workers need {gpu_count:g} GPUs, but this machine has {gpus}")
+        if not (change := places.fewer(gpus / gpus_per_worker)):
+            raise Failure(f"{problems[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
         workers = places.workers._replace(fewest=count, most=count)
         planned = plan.make_plan(replace(planned.work, places=replace(places, workers=workers)), loras)
     if planned.peak > memory:
-        lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB, but has {memory / GIB:.1f}")
-        smaller, planned = plan.fit_into(planned.work, memory, loras)
-        changes += smaller
-    if not lacks:
+        problems.append(f"a worker needs {planned.peak / GIB:.1f} GiB, but has {memory / GIB:.1f}")
+        reductions, planned = plan.fit_into(planned.work, memory, loras)
+        changes += reductions
+    if not problems:
         return
     if changes:
-        lacks.append(f"with {' '.join(changes)} a worker needs {planned.peak / GIB:.1f} GiB")
+        problems.append(f"with {' '.join(changes)} a worker needs {planned.peak / GIB:.1f} GiB")
     if planned.peak > memory:
         larger = ", ".join(plan.fitting_gpus(planned)) if planned.device == "cuda" else "a larger machine"
-        lacks.append(f"use {larger or 'larger GPUs'}, a smaller model, or a shorter data.max_length")
-    raise Failure("; ".join(lacks))
+        problems.append(f"use {larger or 'larger GPUs'}, a smaller model, or a shorter data.max_length")
+    raise Failure("; ".join(problems))
 
 
 def gpu_names(places: Places) -> list[str]:
     """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of these GPUs."""
-    wanted = places.scaling.get("accelerator_type")
-    names = plan.gpus_called(wanted) if wanted else list(GPUS)
+    gpu_type = places.scaling.get("accelerator_type")
+    names = plan.gpus_called(gpu_type) if gpu_type else list(GPUS)
     for bundle in places.bundles:
         names = gpus_with_label(bundle.selector, names)
     if not names:
-        key = "accelerator_type" if wanted else "label_selector"
-        if wanted and plan.gpus_called(wanted):
-            excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change it, or set it to {{}}"
-            raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
+        key = "accelerator_type" if gpu_type else "label_selector"
+        if gpu_type and plan.gpus_called(gpu_type):
+            problem = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change it, or set it to {{}}"
+            raise InputError(f"found {gpu_type!r}, {problem}", key=f"scaling.{key}")
         raise InputError(f"found {places.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
     return names
 
 
 def gpus_with_label(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """Returns the GPUs in `names` that a label selector allows."""
-    only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
-    return [name for name in names if placement.matches_labels(only, {placement.GPU_LABEL: name})]
+    gpu_labels = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
+    return [name for name in names if placement.matches_labels(gpu_labels, {placement.GPU_LABEL: name})]
 
 
 def folders_of_adapters(
-    named: Mapping[str, str], uri: str, pin: Callable[[], tuple[Job, dict[str, str]]]
+    references: Mapping[str, str], uri: str, pin: Callable[[], tuple[Job, dict[str, str]]]
 ) -> tuple[dict[str, str], list[str]]:
     """Returns {input: folder} of the adapters that a job names, and notes about adapters that could not be read.
 
     Args:
-        named: {input: reference in the job}.
+        references: {input: reference in the job}.
         uri: the MLflow store.
         pin: returns the inputs with versions instead of aliases.
     """
-    guess = "the sizes of all adapters are estimated from the section `lora`"
-    registered = any(InputURI.parse(name).is_registered for name in named.values())
+    assumption = "the sizes of all adapters are estimated from the section `lora`"
+    registered = any(InputURI.parse(ref).is_registered for ref in references.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
-        return {}, [f"no model is registered yet; {guess}"]
+        return {}, [f"no model is registered yet; {assumption}"]
     try:
         if registered:
             registry.check_reachable(uri)
         _, inputs = pin()
-        models = {name: at for name, at in inputs.items() if InputURI.parse(at).is_model}
-        folders = {name: registry.fetch(at, uri) for name, at in models.items()}
+        models = {name: ref for name, ref in inputs.items() if InputURI.parse(ref).is_model}
+        folders = {name: registry.fetch(ref, uri) for name, ref in models.items()}
     except Exception as error:  # MLflow's store and the network raise errors of any type
         return {}, [
-            f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {error_summary(error)}'})"
+            f"{assumption} ({error if isinstance(error, InputError) else f'{uri}: {error_summary(error)}'})"
         ]
-    return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
+    return {name: folder for name, folder in folders.items() if lineage.is_adapter(folder)}, []
 
 
 def check_shapes(work: Sections, folders: dict[str, str]) -> None:
@@ -180,9 +180,9 @@ def on_this_machine(planned: Plan, places: Places) -> float:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray = 0 if places.in_process else RAY_BYTES
     memory = (total - ray) / workers
-    needed = workers * planned.peak + ray
+    total_needed = workers * planned.peak + ray
     print(
-        f"   {workers} worker{'s' * (workers > 1)} on the CPU{' and Ray' * bool(ray)}: {needed / GIB:.1f} GiB; this machine has "
+        f"   {workers} worker{'s' * (workers > 1)} on the CPU{' and Ray' * bool(ray)}: {total_needed / GIB:.1f} GiB; this machine has "
         f"{total / GIB:.1f} GiB: {'fits' if planned.peak <= memory else 'does not fit'}"
     )
     return memory
@@ -199,9 +199,9 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
             f"   The job fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )
         return GIB * max(GPUS[name].memory for name in names)
-    rows, how = rows_per_epoch(planned)
+    rows, basis = rows_per_epoch(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
-    print(f"   data: {how}{completions}\n")
+    print(f"   data: {basis}{completions}\n")
     lines = []
     for name in names:
         fits, needs = "no", ""
@@ -213,10 +213,10 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
             )
         lines.append((name, f"{GPUS[name].memory:.0f}", fits, needs))
     print(table(("GPU", "GiB", "fits", f"the run on {workers}: about"), lines, "<><<"))
-    gathered = "; the time to gather the base's shards is not included" * planned.in_shards
+    caveat = "; the time to gather the base's shards is not included" * planned.in_shards
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "
-        f"{prices.read_prices().date}{gathered}"
+        f"{prices.read_prices().date}{caveat}"
     )
     return GIB * max(GPUS[name].memory for name in names)
 
@@ -225,15 +225,15 @@ def rows_per_epoch(planned: Plan) -> tuple[Rows, str]:
     """Returns the number and lengths of the rows in an epoch, and a text that says if rows were read or assumed."""
     work = planned.work
     with console.print_if_slow("reading some of the rows"):
-        rows, how = estimate_rows(
+        rows, basis = estimate_rows(
             work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context)
         )
     if rows is not None:
-        return rows, how
-    longest, given = planned.tokens[0], work.trainer
-    sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
+        return rows, basis
+    longest, trainer = planned.tokens[0], work.trainer
+    sets_length = trainer.get("total_episodes") or (trainer.get("max_steps") or 0) > 0
     epoch = "" if sets_length else f"{EPOCH_ROWS:,} rows per epoch and "
-    return Rows(EPOCH_ROWS, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+    return Rows(EPOCH_ROWS, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({basis})"
 
 
 def of_rollout_workers(group: Group, planned: Plan) -> str:
@@ -244,12 +244,12 @@ def of_rollout_workers(group: Group, planned: Plan) -> str:
     count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
         return f"   {need} of its node's memory."
-    allows = gpus_with_label(group.each.selector, GPUS)
-    fits = [name for name in allows if name in plan.fitting_gpus(planned)]
+    allowed = gpus_with_label(group.each.selector, GPUS)
+    fits = [name for name in allowed if name in plan.fitting_gpus(planned)]
     if not fits:
         larger = ", ".join(plan.fitting_gpus(planned))
         raise Failure(
-            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU in the table of `plan`'} has; "
+            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allowed) or 'any GPU in the table of `plan`'} has; "
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger GPUs: {larger}' if larger else ''}"
         )
     gpus = count * group.each.resources["GPU"]

@@ -11,17 +11,17 @@ from pipeline.errors import InputError, error_summary
 from pipeline.system import storage
 
 
-def run(first: str, others: list[str]) -> str:
+def run(name: str, others: list[str]) -> str:
     """Writes a report about runs. Prints and returns the report's path."""
-    references = [first, *others] if first else others
+    references = [name, *others] if name else others
     if not references:
         raise InputError(
             f"no run given; use make report RUN=runs/NAME. The newest runs: {report.newest_runs()}"
         )
     try:
-        runs = [report.read_run(one) for one in references]
-        alone = runs[0].folder if len(runs) == 1 else None
-        path = report.write_page(runs, alone or storage.join(runs[-1].folder or "runs", "report"))
+        runs = [report.read_run(reference) for reference in references]
+        folder = runs[0].folder if len(runs) == 1 else None
+        path = report.write_page(runs, folder or storage.join(runs[-1].folder or "runs", "report"))
     except InputError:
         raise
     except Exception as error:
@@ -29,8 +29,8 @@ def run(first: str, others: list[str]) -> str:
             f"{' '.join(references)}: cannot draw a report ({error_summary(error)}). The run's result.json, job.json or "
             "MLflow run was changed after the run, or the run's folder cannot be read or written"
         ) from error
-    for one in runs:
-        if one.note:
-            print(f"{one.name}: {one.note}")
+    for record in runs:
+        if record.note:
+            print(f"{record.name}: {record.note}")
     print(path)
     return path

@@ -56,10 +56,10 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():
         check_with_libraries(job)
     # All stages use one Ray session.
-    on_ray = [job for job in jobs.values() if not job.in_process]
-    first = next(iter(on_ray), jobs["sft"])
-    place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
-    with ray_session(*place):
+    ray_jobs = [job for job in jobs.values() if not job.in_process]
+    first_job = next(iter(ray_jobs), jobs["sft"])
+    session = (places_of(first_job), first_job.run.storage_path, tracking_of(first_job).uri)
+    with ray_session(*session):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = seconds_after(stage, expected, results)
@@ -88,15 +88,15 @@ def load_profile(folder: str, overrides: list[str], name: str | None = None) -> 
     """Returns {stage: job}. If a job does not set run.name, its run gets the name STAGE-`name`."""
     jobs, name = {}, common_name(overrides) or name
     for stage in ORDER:
-        mine = overrides_of(stage, overrides)
-        job = load_job(Path(folder) / f"{stage}.yaml", mine, stage)
+        stage_overrides = overrides_of(stage, overrides)
+        job = load_job(Path(folder) / f"{stage}.yaml", stage_overrides, stage)
         if name and (job.run.name is None or f"run.name={job.run.name}" in overrides):
             job = replace(job, run=replace(job.run, name=f"{stage}-{name}"))
         jobs[stage] = job
     folders = [job.folder for job in jobs.values() if job.run.name]
-    if twice := next((one for one in folders if folders.count(one) > 1), None):
-        why = f"{twice} would be the run folder of several stages"
-        raise InputError(f"{why}; set run.name=NAME, which names the runs STAGE-NAME", key="run.name")
+    if duplicate := next((path for path in folders if folders.count(path) > 1), None):
+        problem = f"{duplicate} would be the run folder of several stages"
+        raise InputError(f"{problem}; set run.name=NAME, which names the runs STAGE-NAME", key="run.name")
     return jobs
 
 
@@ -123,10 +123,10 @@ def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str
     """
     if not all(expected.values()):
         return 0.0
-    later = list(ORDER)[list(ORDER).index(stage) + 1 :]
-    ended = sum(expected[result["stage"]] for result in results)
-    factor = sum(result.get("seconds", 0.0) for result in results) / ended if ended else 1.0
-    return factor * sum(expected[name] for name in later)
+    later_stages = list(ORDER)[list(ORDER).index(stage) + 1 :]
+    ended_seconds = sum(expected[result["stage"]] for result in results)
+    factor = sum(result.get("seconds", 0.0) for result in results) / ended_seconds if ended_seconds else 1.0
+    return factor * sum(expected[name] for name in later_stages)
 
 
 def common_name(overrides: list[str]) -> str | None:
@@ -137,16 +137,16 @@ def common_name(overrides: list[str]) -> str | None:
 
 def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     """Returns the overrides that apply to a stage, without the stage's name."""
-    mine = []
+    selected = []
     for override in overrides:
-        first, _, rest = override.partition(".")
-        if first == stage:
-            mine.append(rest)
-        elif first not in TRAIN_STAGES:
-            mine.append(override)
-        elif first not in ORDER:
-            raise InputError(f"{override}: `run` has no stage {first!r}; its stages are {', '.join(ORDER)}")
-    return mine
+        prefix, _, rest = override.partition(".")
+        if prefix == stage:
+            selected.append(rest)
+        elif prefix not in TRAIN_STAGES:
+            selected.append(override)
+        elif prefix not in ORDER:
+            raise InputError(f"{override}: `run` has no stage {prefix!r}; its stages are {', '.join(ORDER)}")
+    return selected
 
 
 def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
@@ -160,18 +160,18 @@ def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, p
     for result in results[-2:]:
         metrics = result["metrics"]
         shown = headline_metrics(result["stage"], metrics)[:1]
-        verdict += [f"{result['stage']}: {one.label} {metric_change(metrics, one)}" for one in shown]
-    last = results[-1]
-    store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
+        verdict += [f"{result['stage']}: {metric.label} {metric_change(metrics, metric)}" for metric in shown]
+    last_result = results[-1]
+    store, home = last_result.get("tracking_uri", ""), last_result["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
     jobs = Path(folder)
-    look = [
+    hints = [
         (page and storage.relative(page), "report about all stages"),
         ("make ui" if local else store, "curves in MLflow" + (": http://127.0.0.1:5000" if local else "")),
         (str(jobs / "ppo.yaml"), "explains the settings of ppo"),
         (command_line("ppo", str(jobs / "ppo.yaml"), ["trainer.kl_coef=0.1"]), "ppo with another KL penalty"),
     ]
-    samples = last.get("samples", [])[:SHOWN_SAMPLES]
+    samples = last_result.get("samples", [])[:SHOWN_SAMPLES]
     lines = ["", sample_table(samples), ""] if samples else [""]
     lines.append(f"Done in {terminal.duration(seconds)}. {'; '.join(verdict)}")
-    return "\n".join([*lines, *(f"  {where:<36}  {what}" for where, what in look if where)])
+    return "\n".join([*lines, *(f"  {target:<36}  {meaning}" for target, meaning in hints if target)])

@@ -26,8 +26,8 @@ def load(host: ModelHost) -> Answer:
     rewards = roles.add_rewards(host, shared)
     ends = set(shared.ends(host.tokenizer))
 
-    def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        scored = score_rows(rewards, rows, first, host.tokenizer, ends)
+    def answer(rows: list[dict[str, Any]], first_row: int) -> list[Record]:
+        scored = score_rows(rewards, rows, first_row, host.tokenizer, ends)
         return [
             json.loads(row["row"]) | score_columns(scores) for row, scores in zip(rows, scored, strict=True)
         ]

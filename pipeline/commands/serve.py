@@ -77,9 +77,9 @@ def serve_models(work: Work, name: str = "serve") -> Iterator[Work]:
                 serve.run(make_application(work, token_digests(section.host)), name=name, route_prefix="/")
         except RuntimeError as error:
             deployments = serve.status().applications[name].deployments.values()
-            message = next((one.message for one in deployments if one.message.strip()), str(error))
-            why = message.strip().splitlines()[-1].strip()  # the last line of the replica's traceback
-            raise Failure(f"the application did not start: {why}") from error
+            message = next((d.message for d in deployments if d.message.strip()), str(error))
+            reason = message.strip().splitlines()[-1].strip()  # the last line of the replica's traceback
+            raise Failure(f"the application did not start: {reason}") from error
         else:
             yield work
         finally:
@@ -132,16 +132,16 @@ def with_port(serve: Serve) -> Serve:
     if os.environ.get("RAY_ADDRESS"):  # the server's port is on the head node, not on this machine
         return serve
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
-    with socket.socket(family) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind((serve.host, serve.port))
+            sock.bind((serve.host, serve.port))
         except OSError as error:
             raise InputError(
                 f"the server cannot listen on {serve.host}:{serve.port} ({error.strerror}); set serve.port=0 for any free port",
                 key="serve.port",
             ) from error
-        return replace(serve, port=one.getsockname()[1])
+        return replace(serve, port=sock.getsockname()[1])
 
 
 def with_absolute_folder(serve: Serve) -> Serve:

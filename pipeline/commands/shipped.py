@@ -18,18 +18,18 @@ def shipped_profiles() -> list[str]:
 
 def copy_profile(profile: str) -> Path:
     """Copies a profile to jobs/<profile> in the current folder if that folder does not exist. Returns the folder."""
-    here, shipped = Path("jobs") / profile, JOBS / profile
-    if here.is_dir():
-        return here
+    target, source = Path("jobs") / profile, JOBS / profile
+    if target.is_dir():
+        return target
     try:
-        shutil.copytree(shipped, here, ignore=shutil.ignore_patterns("__pycache__"))
-        write_schema(here.parent)
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        write_schema(target.parent)
     except OSError as error:
         raise InputError(
-            f"{here} cannot be written ({error.strerror or error}); change into a folder that you can write to"
+            f"{target} cannot be written ({error.strerror or error}); change into a folder that you can write to"
         ) from error
-    print(f"wrote {here}: job files to read and change", flush=True)
-    return here
+    print(f"wrote {target}: job files to read and change", flush=True)
+    return target
 
 
 def write_schema(folder: Path) -> None:

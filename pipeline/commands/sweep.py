@@ -33,45 +33,45 @@ from pipeline.system import console, process, storage
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
     """Runs a sweep. Returns the content of sweep.json. Checks the jobs of all trials before the first trial starts."""
     sweep = space.read_sweep(path, arguments)
-    seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
-    left = read_recorded_sweep(sweep, seen)
-    if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
+    files = resume.check_folder(sweep.folder, "a sweep", "sweep")
+    recorded = read_recorded_sweep(sweep, files)
+    if recorded.get("ended") and not [row for row in recorded["trials"] if row["state"] == "failed"]:
         print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); set run.overwrite=true to start over")
-        print(end_of_sweep(sweep, left), flush=True)
-        return left
+        print(end_of_sweep(sweep, recorded), flush=True)
+        return recorded
     check_paths(sweep.job)
     sweep = with_one_store(sweep)
     print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
     tracking = tracking_of(sweep.job)
     with console.print_if_slow("opening MLflow"):
         registry.check_store(tracking)
-    first = sweep.trials[0].job
+    first_job = sweep.trials[0].job
     for trial in sweep.trials:
         check_with_libraries(trial.job)
-    with prepared_run(first, left.get("inputs", {})) as (work, _, report):
+    with prepared_run(first_job, recorded.get("inputs", {})) as (work, _, report):
         print(report.render(samples=False), flush=True)
         sweep = with_versions(sweep, work.versions)
-        with resume.owned_folder(sweep.folder, seen, sweep.job.run.overwrite) as lease, output_in_log(sweep):
+        with resume.owned_folder(sweep.folder, files, sweep.job.run.overwrite) as lease, output_in_log(sweep):
             summary = run_all(
-                sweep, left, replace(work, identity=tracking.identity, tracking=tracking, lease=lease)
+                sweep, recorded, replace(work, identity=tracking.identity, tracking=tracking, lease=lease)
             )
     print(end_of_sweep(sweep, summary), flush=True)
     return summary
 
 
-def read_recorded_sweep(sweep: Sweep, seen: dict[str, str]) -> dict[str, Any]:
+def read_recorded_sweep(sweep: Sweep, files: dict[str, str]) -> dict[str, Any]:
     """Returns the sweep.json that an earlier driver wrote, or {}. Raises InputError if the file belongs to a different sweep."""
     job = sweep.job
     keys = ("job", "metric", "trials", "reports")
-    if job.run.overwrite or not (left := resume.read_left(sweep.folder, seen, run_folder.SWEEP, *keys)):
+    if job.run.overwrite or not (recorded := resume.read_left(sweep.folder, files, run_folder.SWEEP, *keys)):
         return {}
-    if left["job"] != resume.deciding_settings(identity_of(job)) or left["metric"] != sweep.metric:
+    if recorded["job"] != resume.deciding_settings(identity_of(job)) or recorded["metric"] != sweep.metric:
         raise InputError(
             f"{job.run.name!r} is a sweep of a different job; choose another name, or set run.overwrite=true",
             key="run.name",
         )
     names = {trial.name for trial in sweep.trials}
-    return left if names == {row["trial"] for row in left["trials"]} else left | {"ended": False}
+    return recorded if names == {row["trial"] for row in recorded["trials"]} else recorded | {"ended": False}
 
 
 def with_one_store(sweep: Sweep) -> Sweep:
@@ -80,8 +80,8 @@ def with_one_store(sweep: Sweep) -> Sweep:
     return replace(
         sweep,
         trials=[
-            replace(one, job=replace(one.job, mlflow=replace(one.job.mlflow, tracking_uri=uri)))
-            for one in sweep.trials
+            replace(trial, job=replace(trial.job, mlflow=replace(trial.job.mlflow, tracking_uri=uri)))
+            for trial in sweep.trials
         ],
     )
 
@@ -89,29 +89,29 @@ def with_one_store(sweep: Sweep) -> Sweep:
 def with_versions(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
     """Returns the sweep, with model versions in place of aliases in every trial, because aliases may move during the sweep."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
-    return replace(sweep, trials=[replace(one, job=by_version(one.job, shared)) for one in sweep.trials])
+    return replace(sweep, trials=[replace(t, job=by_version(t.job, shared)) for t in sweep.trials])
 
 
-def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
+def run_all(sweep: Sweep, recorded: dict[str, Any], work: Work) -> dict[str, Any]:
     """Runs the trials that have not ended, and registers the best trial. Returns the content of sweep.json.
 
     Args:
-        left: content of the sweep.json that an earlier driver wrote, or {}.
+        recorded: content of the sweep.json that an earlier driver wrote, or {}.
         work: the Work of the first trial.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # The actor runs on the head node, which outlives spot nodes.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(trials.Rungs).remote(
+    head_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    rungs = ray.remote(num_cpus=0, scheduling_strategy=head_node)(trials.Rungs).remote(
         sweep.metric,
         sweep.greater,
         sweep.settings,
-        left.get("reports", {}),
+        recorded.get("reports", {}),
         [trial.name for trial in sweep.trials if table.result_of(trial)],
     )
-    begun: dict[str, Any] = {
+    header: dict[str, Any] = {
         "stage": sweep.job.stage,
         "name": sweep.job.run.name,
         "folder": sweep.folder,
@@ -123,21 +123,21 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     }
     path = storage.join(sweep.folder, run_folder.SWEEP)
 
-    def keep(state: dict[str, Any], died: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
-        rows = table.trial_rows(sweep, state, died or {})
-        summary = {**begun, "ended": False, "trials": rows, "reports": state["reports"], **more}
+    def keep(state: dict[str, Any], failures: dict[str, str] | None = None, **entries: Any) -> dict[str, Any]:
+        rows = table.trial_rows(sweep, state, failures or {})
+        summary = {**header, "ended": False, "trials": rows, "reports": state["reports"], **entries}
         storage.write_json(path, summary)
         return summary
 
     # The parent run logs the datasets, because two trials that log a new dataset at the same time fail (mlflow 3.17).
-    with registry.mlflow_run(work.tracking, work.digests, new_run=not left) as run_id:
-        begun["mlflow_run_id"] = run_id
+    with registry.mlflow_run(work.tracking, work.digests, new_run=not recorded) as run_id:
+        header["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
         with trials_ended(sweep), trials.watch_trials(sweep, rungs, keep):
-            died = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
+            failures = trials.run_trials(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
-        rows = keep(state, died)["trials"]
+        rows = keep(state, failures)["trials"]
         if (best := table.best_row(sweep, rows)) is None:
             print(table.table_text(sweep, rows), flush=True)
             raise Failure(
@@ -148,9 +148,9 @@ def run_all(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         version = runs.version_entries(runs.publish_adapter(replace(work, gate=gate_of(sweep.job)), result))
         storage.write_json(file, result | version)
         values = [f"{key}={value}" for key, value in best["values"].items()]
-        typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.overwrite="))]
-        again = shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed, *values])
-        summary = keep(state, died, ended=True, best=best["trial"], registered=version, command=again)
+        args = [arg for arg in sweep.arguments if not arg.startswith(("run.name=", "run.overwrite="))]
+        command = shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *args, *values])
+        summary = keep(state, failures, ended=True, best=best["trial"], registered=version, command=command)
     return summary
 
 

@@ -35,10 +35,10 @@ def run(job: Job) -> dict[str, Any]:
     except InputError as error:
         print(f"note: the run cannot start on this machine: {error}", flush=True)
     # Removes models that do not exist yet from the job.
-    none: dict[str, Any] = dict.fromkeys(INPUTS)
+    no_inputs: dict[str, Any] = dict.fromkeys(INPUTS)
     for name in INPUTS:
         try:
-            pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
+            pin_inputs(replace(job, **{**no_inputs, name: getattr(job, name)}))
         except InputError as error:
             if name in job.functions:
                 raise  # unlike a model, a missing Python function is not created by an earlier stage

@@ -41,11 +41,11 @@ def make_target(stage: str, job_file: str) -> str:
 def command_line(verb: str, path: str, overrides: list[str]) -> str:
     """Returns the command line of a subcommand. Uses make if the job file belongs to a profile."""
     profile = Path(path) if verb == "run" else Path(path).parent
-    given = shlex.join(overrides)
+    arguments = shlex.join(overrides)
     if profile.parent != Path("jobs") or (verb != "run" and Path(path).stem != verb):
-        return f"python -m pipeline {verb} {path} {given}"
+        return f"python -m pipeline {verb} {path} {arguments}"
     name = "" if profile.name == "demo" else f" PROFILE={profile.name}"
-    return f'make {"rlhf" if verb == "run" else verb}{name} ARGS="{given}"'
+    return f'make {"rlhf" if verb == "run" else verb}{name} ARGS="{arguments}"'
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
@@ -65,40 +65,40 @@ def _check_file(path: Path, stage: str) -> None:
         return
     key, equals, value = str(path).partition("=")
     if equals:
-        ours = f"{schema.meant_key(key, stage) or key}={value}"
-        raise InputError(f"{path}: no job file; put a job file before the keys: jobs/own/{stage}.yaml {ours}")
-    profile = next((one for one in (path, "jobs" / path, path.parent) if any(one.glob("*.yaml"))), None)
+        pair = f"{schema.meant_key(key, stage) or key}={value}"
+        raise InputError(f"{path}: no job file; put a job file before the keys: jobs/own/{stage}.yaml {pair}")
+    profile = next((p for p in (path, "jobs" / path, path.parent) if any(p.glob("*.yaml"))), None)
     if profile is None:
-        found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
-        raise InputError(f"{path}: no such job file; profiles here are {', '.join(found) or 'none'}")
+        profiles = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
+        raise InputError(f"{path}: no such job file; profiles here are {', '.join(profiles) or 'none'}")
     names = ", ".join(str(file) for file in sorted(profile.glob("*.yaml")))
     raise InputError(f"{path}: no such job file; expected one of {names}")
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     """Checks a parsed job file and returns its job. Raises InputError for the first mistake."""
-    found = tree.data.get("stage")
-    if found not in ALL_STAGES:
-        raise tree.error("stage", f"found {show_value(found)}, expected one of {', '.join(ALL_STAGES)}")
-    if stage not in (None, found):
-        meant = Path(path).with_name(f"{stage}.yaml")
-        use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
-        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`; {use}")
-    _check_top(tree, found)
+    job_stage = tree.data.get("stage")
+    if job_stage not in ALL_STAGES:
+        raise tree.error("stage", f"found {show_value(job_stage)}, expected one of {', '.join(ALL_STAGES)}")
+    if stage not in (None, job_stage):
+        sibling = Path(path).with_name(f"{stage}.yaml")
+        advice = f"use {sibling}" if sibling.exists() else f"use python -m pipeline {job_stage} {path}"
+        raise tree.error("stage", f"this is a job for `{job_stage}`, not `{stage}`; {advice}")
+    _check_top(tree, job_stage)
     sections = {section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()}
     sections["model"] = split_revision(tree, sections["model"])
     job = Job(
-        stage=found,
+        stage=job_stage,
         **sections,
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
-        **{name: tree.data[name] for name in STAGE_SPECS[found].inputs if name in tree.data},
+        **{name: tree.data[name] for name in STAGE_SPECS[job_stage].inputs if name in tree.data},
     )
     # Without held-out rows, evaluations from the job file are turned off, but evaluations from the command line are errors.
-    quiet = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
-    quiet = {key: off for key, off in quiet.items() if f"trainer.{key}" not in job.overridden}
-    job = replace(job, trainer=job.trainer | quiet)
+    disabled = {key: off for key, off in job.without_evaluations.items() if key in job.trainer}
+    disabled = {key: off for key, off in disabled.items() if f"trainer.{key}" not in job.overridden}
+    job = replace(job, trainer=job.trainer | disabled)
     for key, problem in find_problems(job):
         raise tree.error(key, problem)
     return job
@@ -109,40 +109,40 @@ def split_revision(tree: Tree, model: Model) -> Model:
     with blame_key("model.name_or_path"):
         name, revision = hub.split_revision(model.name_or_path)
     if revision and model.revision not in (None, revision):
-        found = f"found {show_value(model.revision)}, but model.name_or_path names {show_value(revision)}; keep one"
-        raise tree.error("model.revision", found)
+        problem = f"found {show_value(model.revision)}, but model.name_or_path names {show_value(revision)}; keep one"
+        raise tree.error("model.revision", problem)
     return replace(model, name_or_path=name, revision=revision or model.revision)
 
 
 # ---------------------------------------------------------------- keys and types
 def _check_top(tree: Tree, stage: str) -> None:
-    known = schema.keys(schema.class_of("job", stage))
+    schemas = schema.keys(schema.class_of("job", stage))
     for key, value in tree.data.items():
-        if key not in known:
-            meant = schema.meant_key(key, stage)
-            hint = f"did you mean {meant}?" if meant else schema.suggest_known_key(key, known)
+        if key not in schemas:
+            suggestion = schema.meant_key(key, stage)
+            hint = f"did you mean {suggestion}?" if suggestion else schema.suggest_known_key(key, schemas)
             raise tree.error(key, f"unknown section; {hint}")
         if key in INPUTS:
             if key not in STAGE_SPECS[stage].inputs:
                 raise tree.error(key, f"`{stage}` takes no {key}; remove it")
-            if problem := schema.find_mismatch(value, known[key]):
+            if problem := schema.find_mismatch(value, schemas[key]):
                 raise tree.error(key, problem)
-    for name, needed in STAGE_SPECS[stage].inputs.items():
-        if needed and not tree.data.get(name):
+    for name, required in STAGE_SPECS[stage].inputs.items():
+        if required and not tree.data.get(name):
             function = ", or python:MODULE:FUNCTION" if name == "reward" else ""
-            says = f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder{function}"
-            raise tree.error(name, says)
+            message = f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder{function}"
+            raise tree.error(name, message)
 
 
 def _section(tree: Tree, section: str) -> dict[str, Any]:
     stage = tree.data["stage"]
-    known = schema.keys(schema.class_of(section, stage))
+    schemas = schema.keys(schema.class_of(section, stage))
 
     def hint(key: str) -> str:
         """Returns advice about an unknown key, such as a similar key or the same key in another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
-        meant = schema.meant_key(f"{section}.{key}", stage)
-        return f"did you mean {meant}?" if meant else f"`rlhf help {section}` lists the keys"
+        suggestion = schema.meant_key(f"{section}.{key}", stage)
+        return f"did you mean {suggestion}?" if suggestion else f"`rlhf help {section}` lists the keys"
 
-    return schema.check_section(tree, section, known, hint)
+    return schema.check_section(tree, section, schemas, hint)

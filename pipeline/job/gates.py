@@ -39,8 +39,8 @@ def parse_gate(rule: Any) -> tuple[str, float | None]:
     match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
     threshold = None if match is None or match[2] == "champion" else float(match[2])
     if match is None or not math.isfinite(threshold or 0.0):
-        says = 'expected a comparison in quotes, with >= <= > or <: ">= 0.95" or ">= champion"'
-        raise ValueError(f"found {show_value(rule)}, {says}")
+        expected = 'expected a comparison in quotes, with >= <= > or <: ">= 0.95" or ">= champion"'
+        raise ValueError(f"found {show_value(rule)}, {expected}")
     return match[1], threshold
 
 
@@ -61,8 +61,8 @@ class Measurable:
     @cached_property
     def lacks(self) -> dict[str, str]:
         """Returns {metric: `lacking(metric)`} for all metrics that the stage can measure."""
-        own = [one for one in METRICS if self.stage in one.stages.split() and one.at != "curve"]
-        lacks = {one.name: self.lacking(one) for one in own if "*" not in one.name}
+        metrics = [m for m in METRICS if self.stage in m.stages.split() and m.at != "curve"]
+        lacks = {metric.name: self.lacking(metric) for metric in metrics if "*" not in metric.name}
         if self.stage == "ppo":
             rewards = ["reward", *(f"reward_{index}" for index in range(1, self.rewards))]
             lacks |= {f"rewards/{reward}/mean": "" for reward in rewards}
@@ -86,26 +86,24 @@ class Measurable:
 
     def is_open(self, metric: str) -> bool:
         """Returns True if the job measures a metric whose full name is known only in the run, e.g. with a value from the rows."""
-        found = find_metric(metric, self.stage)
-        return bool(
-            found and "*" in found.name and found.name.startswith("eval_") and not self.lacking(found)
-        )
+        row = find_metric(metric, self.stage)
+        return bool(row and "*" in row.name and row.name.startswith("eval_") and not self.lacking(row))
 
-    def unknown(self, metric: str, known: Iterable[str]) -> str:
-        """Returns an error message about a metric that is not in `known`."""
-        near = get_close_matches(metric, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
+    def unknown(self, metric: str, names: Iterable[str]) -> str:
+        """Returns an error message about a metric that is not in `names`."""
+        similar = get_close_matches(metric, names, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else f"expected one of {', '.join(list(names)[:40])}"
         return f"`{self.stage}` has no such metric ({shorten(metric)}); {hint}"
 
     def why_not_compared(self, metric: str | None, greater_is_better: bool | None) -> str | None:
         """Returns why run.metric_for_best_model cannot compare evaluations, or None if the metric is suitable or not set."""
-        known = self.compared
+        compared = self.compared
         if metric is None:
             return None
-        if metric not in known:
-            return self.unknown(metric, [name for name, lacking in known.items() if not lacking])
-        if known[metric]:
-            return f"{metric} needs {known[metric]}, which the job does not have"
-        if greater_is_better is None and (one := find_metric(metric)) and one.greater_is_better is None:
+        if metric not in compared:
+            return self.unknown(metric, [name for name, lacking in compared.items() if not lacking])
+        if compared[metric]:
+            return f"{metric} needs {compared[metric]}, which the job does not have"
+        if greater_is_better is None and (row := find_metric(metric)) and row.greater_is_better is None:
             return f"is a larger {metric} better? Set run.greater_is_better=true or false"
         return None

@@ -398,7 +398,7 @@ class Job:
             "probes": (trainer.get("probes"), "probes of the reward (trainer.probes=true)"),
             "best_of_n": (trainer.get("best_of_n"), "a search (trainer.best_of_n=16)"),
         }
-        absent = {need: description for need, (there, description) in needs.items() if not there}
+        absent = {need: description for need, (condition, description) in needs.items() if not condition}
         return Measurable(self.stage, absent, len(self.rewards))
 
     def value(self, key: str) -> Any:
@@ -413,8 +413,8 @@ class Job:
         """Returns True if the job sets a section or `section.key` to a value other than the default."""
         section, _, name = key.partition(".")
         value = self.value(key)
-        known = schema.keys(schema.class_of(section, self.stage)) if name else {}
-        default = known[name].get("default") if name in known else type(value)()
+        schemas = schema.keys(schema.class_of(section, self.stage)) if name else {}
+        default = schemas[name].get("default") if name in schemas else type(value)()
         return value not in (None, {}, [], default)
 
     @property
@@ -431,8 +431,8 @@ class Job:
         """
         if self.spec.runs_in == "here":
             return True
-        zero = self.scaling.get("num_workers", 1) == 0
-        return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
+        no_workers = self.scaling.get("num_workers", 1) == 0
+        return no_workers and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
     def rewards(self) -> list[tuple[str, float]]:
@@ -451,10 +451,10 @@ class Job:
     @property
     def inputs(self) -> dict[str, str]:
         """Returns {policy, baseline, judge, reward.0, ...: reference} for all models, judges and Python rewards in the job."""
-        given = {"policy": next(iter(self.policies), None)}
-        given |= {key: reference_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
-        given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
-        return {key: name for key, name in given.items() if name} | self.serve.inputs
+        inputs = {"policy": next(iter(self.policies), None)}
+        inputs |= {key: reference_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
+        inputs |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
+        return {key: name for key, name in inputs.items() if name} | self.serve.inputs
 
     def key_of(self, name: str) -> str:
         """Returns the key of an input in the job file. If `reward` is not a list, the key of reward.0 is `reward`."""
@@ -465,14 +465,14 @@ class Job:
     @property
     def functions(self) -> dict[str, str]:
         """Returns {key: python:module:function} for rewards and judges that are Python functions."""
-        named = self.inputs.items()
-        return {self.key_of(name): source for name, source in named if InputURI.parse(source).is_function}
+        inputs = self.inputs.items()
+        return {self.key_of(name): source for name, source in inputs if InputURI.parse(source).is_function}
 
     @property
     def bf16(self) -> bool:
         """Returns True if matrix products are in bfloat16. TRL's trainers use bfloat16 by default (trl.SFTConfig.bf16)."""
-        given = self.trainer.get("bf16")
-        return bool(self.spec.trl and not self.trainer.get("fp16") if given is None else given)
+        setting = self.trainer.get("bf16")
+        return bool(self.spec.trl and not self.trainer.get("fp16") if setting is None else setting)
 
     @property
     def args(self) -> Any:
@@ -507,18 +507,18 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
 
 def sources_with_defaults(data: Data, name: str) -> list[Source]:
     """Returns the sources of a split. The section `data` provides the keys in OF_ROWS that a source does not set."""
-    shared = {key: getattr(data, key) for key in OF_ROWS}
+    defaults = {key: getattr(data, key) for key in OF_ROWS}
     return [
-        replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
+        replace(source, **{key: value for key, value in defaults.items() if getattr(source, key) is None})
         for source in sources_of(getattr(data, name))
     ]
 
 
 def transforms_of(data: Data) -> dict[str, str]:
     """Returns {key of the job: python:module:function} for all functions that transform rows. Each function is listed once."""
-    found = {"data.transform": data.transform}
+    functions = {"data.transform": data.transform}
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):
-            found[f"data.{name}.{index}.transform"] = source.transform
-    first = {function: key for key, function in reversed(found.items()) if function is not None}
-    return {key: function for function, key in first.items()}
+            functions[f"data.{name}.{index}.transform"] = source.transform
+    keys = {function: key for key, function in reversed(functions.items()) if function is not None}
+    return {key: function for function, key in keys.items()}

@@ -134,8 +134,8 @@ class Definition:
     @property
     def longest(self) -> int:
         """Returns the maximum number of tokens of an answer."""
-        newer = self.body.get("max_completion_tokens")  # OpenAI's name
-        return newer if isinstance(newer, int) else 1 if self.form == "yes" else self.max_tokens
+        limit = self.body.get("max_completion_tokens")  # OpenAI's name
+        return limit if isinstance(limit, int) else 1 if self.form == "yes" else self.max_tokens
 
     @cached_property
     def digest(self) -> str:
@@ -147,13 +147,13 @@ class Definition:
     @property
     def columns(self) -> set[str]:
         """Returns the columns of the rows that the question has placeholders for."""
-        own = {"prompt", "completion", "completions", "criteria", "words", "low", "high"}
-        return {*PLACEHOLDER.findall(self.asks)} - own
+        built_in = {"prompt", "completion", "completions", "criteria", "words", "low", "high"}
+        return {*PLACEHOLDER.findall(self.asks)} - built_in
 
-    def dollars(self, sent: float, answered: float) -> float:
-        """Returns the price of `sent` input tokens and `answered` output tokens in dollars."""
+    def dollars(self, input_tokens: float, output_tokens: float) -> float:
+        """Returns the price of `input_tokens` and `output_tokens` in dollars."""
         prices = self.dollars_per_million_input, self.dollars_per_million_output
-        return (sent * prices[0] + answered * prices[1]) / 1e6
+        return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
 
 
 def normalize_answer(text: str) -> str:
@@ -168,41 +168,41 @@ def read_definition(path: str) -> Definition:
     tree = read_tree(path, [])
     for key, problem in schema.wrong_keys(tree.data, schema.keys(CLASS)):
         raise tree.error(key, problem)
-    found = Definition(**tree.data)
-    for key, problem in _problems(found):
+    definition = Definition(**tree.data)
+    for key, problem in _problems(definition):
         raise tree.error(key, problem)
-    _check_criteria(tree, found)
-    return found
+    _check_criteria(tree, definition)
+    return definition
 
 
-def _problems(given: Definition) -> list[tuple[str, str]]:
+def _problems(definition: Definition) -> list[tuple[str, str]]:
     """Returns (key, problem) for values that are invalid, alone or in combination with the values of other keys."""
     problems = []
-    parts = urlsplit(given.endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    url = urlsplit(definition.endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname:
         expected = "expected http:// or https://, for example http://127.0.0.1:8000/v1"
-        problems.append(("endpoint", f"found {show_value(given.endpoint)}, {expected}"))
-    elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
+        problems.append(("endpoint", f"found {show_value(definition.endpoint)}, {expected}"))
+    elif url.scheme == "http" and definition.api_key_variable and not _is_loopback(url.hostname):
         problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
-    words = sorted(map(normalize_answer, given.words))
+    words = sorted(map(normalize_answer, definition.words))
     if len(words) != 2 or words[1].startswith(words[0]):
         expected = "two different words, neither of which begins with the other"
-        problems.append(("words", f"found {show_value(given.words)}, expected {expected}"))
-    if given.low == given.high:
-        problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
-    shown = {*PLACEHOLDER.findall(given.asks)}
-    needed, other = ("completions", "completion")[:: 1 if given.form == "rank" else -1]
-    if needed not in shown:
-        problems.append(("prompt", f"lacks {{{needed}}}, which `form: {given.form}` needs; add it"))
-    if other in shown:
-        problems.append(("prompt", f"shows {{{other}}}, which `form: {given.form}` lacks; remove it"))
-    if given.form == "rubric" and "criteria" not in shown:
+        problems.append(("words", f"found {show_value(definition.words)}, expected {expected}"))
+    if definition.low == definition.high:
+        problems.append(("high", f"found {definition.high:g}, which is also `low`; expected another number"))
+    placeholders = {*PLACEHOLDER.findall(definition.asks)}
+    required, excess = ("completions", "completion")[:: 1 if definition.form == "rank" else -1]
+    if required not in placeholders:
+        problems.append(("prompt", f"lacks {{{required}}}, which `form: {definition.form}` needs; add it"))
+    if excess in placeholders:
+        problems.append(("prompt", f"shows {{{excess}}}, which `form: {definition.form}` lacks; remove it"))
+    if definition.form == "rubric" and "criteria" not in placeholders:
         problems.append(("prompt", "lacks {criteria}, which `form: rubric` needs; add it"))
-    if (given.form == "rubric") != bool(given.criteria):
+    if (definition.form == "rubric") != bool(definition.criteria):
         problems.append(("criteria", "`form: rubric` needs criteria, and other forms must not have criteria"))
-    if given.draws > 1 and (given.temperature == 0 or given.form == "yes"):
+    if definition.draws > 1 and (definition.temperature == 0 or definition.form == "yes"):
         problem = "but all answers are equal with temperature 0, and with `form: yes`; use 1"
-        problems.append(("draws", f"found {given.draws}, {problem}"))
+        problems.append(("draws", f"found {definition.draws}, {problem}"))
     return problems
 
 
@@ -213,26 +213,26 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_criteria(tree: Tree, given: Definition) -> None:
+def _check_criteria(tree: Tree, definition: Definition) -> None:
     """Raises InputError if a criterion has invalid keys, or if its name or choices are ambiguous in an answer."""
     names: set[str] = set()
-    for index, one in enumerate(given.criteria or []):
-        name, choices, weight = one.get("name"), one.get("choices"), one.get("weight", 1)
+    for index, item in enumerate(definition.criteria or []):
+        name, choices, weight = item.get("name"), item.get("choices"), item.get("weight", 1)
         texts = [str(choice) for choice in choices] if isinstance(choices, list) else []
-        has_keys = isinstance(one.get("text"), str) and not set(one) - {"name", "text", "choices", "weight"}
+        has_keys = isinstance(item.get("text"), str) and not set(item) - {"name", "text", "choices", "weight"}
         has_name = isinstance(name, str) and "\n" not in name and normalize_answer(name) not in {"", *names}
-        differ = len({*map(normalize_answer, texts)} - {""}) == len(texts) > 1 and not re.search(
+        has_choices = len({*map(normalize_answer, texts)} - {""}) == len(texts) > 1 and not re.search(
             "[,\n]", "".join(texts)
         )
-        also = "; case, Markdown, quotes and a final dot are ignored"
+        note = "; case, Markdown, quotes and a final dot are ignored"
         for is_right, expected in (
             (has_keys, "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps a weight"),
-            (has_name, f"a unique name on one line{also}"),
-            (differ, f"two or more different choices, on one line and without commas{also}"),
+            (has_name, f"a unique name on one line{note}"),
+            (has_choices, f"two or more different choices, on one line and without commas{note}"),
             (type(weight) in (int, float) and 0 < weight < math.inf, "a weight above 0"),
         ):
             if not is_right:
-                raise tree.error("criteria", f"{index}: found {show_value(one)}, expected {expected}")
+                raise tree.error("criteria", f"{index}: found {show_value(item)}, expected {expected}")
         names.add(normalize_answer(str(name)))
 
 
@@ -251,10 +251,10 @@ def pin_judge(source: str) -> str:
 def load_pinned(version: str) -> Definition:
     """Returns the definition of a pinned judge. Raises InputError if the file has changed since the judge was pinned."""
     path, digest = at_version(version)
-    found = read_definition(path)
-    if found.digest[:16] != digest:
+    definition = read_definition(path)
+    if definition.digest[:16] != digest:
         raise InputError(
-            f"{path} has changed since the run began (digest {digest}, now {found.digest[:16]}); restore the file, choose another "
+            f"{path} has changed since the run began (digest {digest}, now {definition.digest[:16]}); restore the file, choose another "
             "run.name, or set run.overwrite=true"
         )
-    return found
+    return definition

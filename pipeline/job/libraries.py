@@ -68,16 +68,16 @@ def find_rejection(
 
 
 def _error_of(make: Callable[[dict[str, Any]], object], values: dict[str, Any]) -> Exception | None:
-    before = dict(os.environ)
+    environment = dict(os.environ)
     try:
         make(values)
     except Exception as error:  # libraries raise many types of errors
         return error
     finally:
         # trainer.torch_compile sets variables that would compile the models of all later jobs.
-        for key in os.environ.keys() - before.keys():
+        for key in os.environ.keys() - environment.keys():
             del os.environ[key]
-        os.environ.update(before)
+        os.environ.update(environment)
     return None
 
 

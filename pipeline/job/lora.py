@@ -14,25 +14,25 @@ def adapts_lm_head(target_modules: Any) -> bool:
         return False
 
 
-def ignored_by_vllm(given: dict[str, Any]) -> str | None:
+def ignored_by_vllm(adapter: dict[str, Any]) -> str | None:
     """Returns a setting of an adapter that vLLM ignores, or None. For example, vLLM always scales by lora_alpha / r."""
-    return next((key for key in ("use_dora", "rank_pattern", "alpha_pattern") if given.get(key)), None)
+    return next((key for key in ("use_dora", "rank_pattern", "alpha_pattern") if adapter.get(key)), None)
 
 
-def is_named(given: Any, module: str) -> bool:
+def is_named(setting: Any, module: str) -> bool:
     """Returns True if a module matches a list of names or a pattern."""
-    return any(matches_module(name, given, module) for name in listed_modules(given))
+    return any(matches_module(name, setting, module) for name in listed_modules(setting))
 
 
-def listed_modules(given: Any) -> list[Any]:
-    return [given] if isinstance(given, (str, int)) else list(given or ())
+def listed_modules(setting: Any) -> list[Any]:
+    return [setting] if isinstance(setting, (str, int)) else list(setting or ())
 
 
-def matches_module(name: str, given: Any, module: str) -> bool:
-    """Returns True if the entry `name` of a setting `given` includes a module, by peft's rules.
+def matches_module(name: str, setting: Any, module: str) -> bool:
+    """Returns True if the entry `name` of `setting` includes a module, by peft's rules.
 
     An entry of a list matches the end of the module's name. Any other setting is a pattern.
     """
-    if isinstance(given, list):  # `module` may be only the end of a name, as in the files of some bases
+    if isinstance(setting, list):  # `module` may be only the end of a name, as in the files of some bases
         return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
-    return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))
+    return bool(re.fullmatch(name if isinstance(setting, str) else rf"(.*\.)?({name})", module))

@@ -59,13 +59,13 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         require = partial(require_value, self)
-        behind = "0 without rollout workers, because no process samples ahead; set rollout.num_workers=1"
-        require("staleness", self.staleness == 0 or self.num_workers > 0, behind)
-        overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
-        require("vllm_kwargs", not overruled, f"no arguments that the sampler sets: {overruled}")
-        split = self.engine == "vllm" and self.use_gpu is True and self.num_workers > 0
-        one = "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)"
-        require("tensor_parallel_size", self.tensor_parallel_size == 1 or split, one)
+        staleness = "0 without rollout workers, because no process samples ahead; set rollout.num_workers=1"
+        require("staleness", self.staleness == 0 or self.num_workers > 0, staleness)
+        fixed = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
+        require("vllm_kwargs", not fixed, f"no arguments that the sampler sets: {fixed}")
+        is_split = self.engine == "vllm" and self.use_gpu is True and self.num_workers > 0
+        msg = "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)"
+        require("tensor_parallel_size", self.tensor_parallel_size == 1 or is_split, msg)
         for key in ("gpu_memory_utilization", "vllm_kwargs"):
             allowed = self.engine == "vllm" or not getattr(self, key)
             require(key, allowed, "null without rollout.engine=vllm")

@@ -68,9 +68,9 @@ EXCLUDES = [
 def find_problems(job: Job) -> Problems:
     """Yields the problems of a job. Callers use only the first problem, because each rule assumes that earlier rules passed."""
     spec, data = job.spec, job.data
-    for key, why in spec.unused.items():
+    for key, reason in spec.unused.items():
         if job.changes(key):
-            yield key, f"`{job.stage}` does not use this key ({why}); remove it"
+            yield key, f"`{job.stage}` does not use this key ({reason}); remove it"
     for section in ("trainer", "rollout"):
         try:
             _ = job.args if section == "trainer" else job.rollout_config
@@ -81,8 +81,8 @@ def find_problems(job: Job) -> Problems:
         makes_adapter = job.stage == "ppo" and "base" in (job.policies or ["base"])
         yield from _vllm_problems(job.model.fsdp, job.lora if makes_adapter else {})
     if spec.reads_train and not data.train:
-        needs = f"`{job.stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl"
-        yield "data.train", f"missing; {needs}"
+        advice = f"`{job.stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl"
+        yield "data.train", f"missing; {advice}"
     if job.workers[0] > job.workers[1]:
         yield "scaling.num_workers", f"found {[*job.workers]}, expected [min, max]"
     if spec.trl:
@@ -100,17 +100,17 @@ def find_problems(job: Job) -> Problems:
         yield from _serve_problems(job.serve, job.run.storage_path, uses_vllm)
     if job.stage == "export":
         yield from _export_problems(job.policies, job.reward, args.hub_model_id)
-    for key, needed in NEEDS.items():
-        missing = [one for one in needed if not job.value(one)]
+    for key, required in NEEDS.items():
+        missing = [name for name in required if not job.value(name)]
         if missing and job.changes(key):
             yield key, f"needs {' and '.join(missing)}; set the missing keys, or remove this key"
-    for key, other, why in EXCLUDES:
-        if job.value(key) and job.value(other):
-            yield key, f"set together with {other}, but {why}; keep only one of the keys"
+    for key, other_key, reason in EXCLUDES:
+        if job.value(key) and job.value(other_key):
+            yield key, f"set together with {other_key}, but {reason}; keep only one of the keys"
     for key, off in job.without_evaluations.items():
         if job.trainer.get(key, off) != off:
-            nothing = "no rows to evaluate on; set data.eval or data.eval_fraction"
-            yield f"trainer.{key}", f"{nothing}, or {key}={str(off).lower()}"
+            problem = "no rows to evaluate on; set data.eval or data.eval_fraction"
+            yield f"trainer.{key}", f"{problem}, or {key}={str(off).lower()}"
     yield from _source_problems(data, bool(spec.learns))
     yield from batch_problems(data.batch_size, job.trainer, spec, job.workers)
     for section in ("scaling", "rollout"):
@@ -126,19 +126,19 @@ def find_problems(job: Job) -> Problems:
         yield from _best_problems(job.run, job.measurable, job.evaluates, spec.trl)
     # If the command line removes the held-out rows that the job file's gate needs, the run is allowed, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
-    needs_rows = {one for one in job.gate if not removed or f"gate.{shorten(one)}" in job.overridden}
+    needs_rows = {metric for metric in job.gate if not removed or f"gate.{shorten(metric)}" in job.overridden}
     yield from _gate_problems(job.gate, job.measurable, needs_rows if spec.learns else set())
-    tested = job.inputs.get("policy") or job.reward
-    if job.gate and not spec.learns and not InputURI.parse(str(tested)).is_registered:
-        yield "gate", f"found a gate, but {show_value(tested)} is not a registered version; remove the gate"
+    model = job.inputs.get("policy") or job.reward
+    if job.gate and not spec.learns and not InputURI.parse(str(model)).is_registered:
+        yield "gate", f"found a gate, but {show_value(model)} is not a registered version; remove the gate"
 
 
 # ---------------------------------------------------------------- rules of stages and sections
 def _vllm_problems(fsdp: bool, lora: dict[str, Any]) -> Problems:
     """Yields settings that vLLM would ignore. `lora` is the section `lora`, or {} if the job creates no adapter."""
     if fsdp:
-        found = "found vllm together with model.fsdp, but with vLLM each process loads the full base"
-        yield "rollout.engine", f"{found}; set rollout.engine=transformers"
+        problem = "found vllm together with model.fsdp, but with vLLM each process loads the full base"
+        yield "rollout.engine", f"{problem}; set rollout.engine=transformers"
     if key := ignored_by_vllm(lora):
         advice = f"set rollout.engine=transformers, or remove lora.{key}"
         yield "rollout.engine", f"found vllm, which ignores lora.{key}; {advice}"
@@ -150,44 +150,44 @@ def _trl_problems(
     """Yields keys that TRL would ignore, and a missing data.batch_size if the number of workers may change."""
     if adapts_lm_head(lora.get("target_modules")):
         yield "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; remove it"
-    for what in ("eval", "save", "logging"):
-        if f"{what}_steps" in trainer and trainer.get(f"{what}_strategy") == "epoch":
-            counts = f"which has an effect only with trainer.{what}_strategy=steps; the job sets epoch"
-            yield f"trainer.{what}_steps", f"found {show_value(trainer[f'{what}_steps'])}, {counts}"
+    for prefix in ("eval", "save", "logging"):
+        if f"{prefix}_steps" in trainer and trainer.get(f"{prefix}_strategy") == "epoch":
+            condition = f"which has an effect only with trainer.{prefix}_strategy=steps; the job sets epoch"
+            yield f"trainer.{prefix}_steps", f"found {show_value(trainer[f'{prefix}_steps'])}, {condition}"
     if batch_size is None and workers[0] < workers[1]:
-        why = "with elastic scaling.num_workers, this key keeps the global batch size fixed"
-        yield "data.batch_size", f"missing; {why}, for example 64"
+        reason = "with elastic scaling.num_workers, this key keeps the global batch size fixed"
+        yield "data.batch_size", f"missing; {reason}, for example 64"
 
 
 def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> Problems:
     """Yields problems of a ppo job, such as a reward or teacher that is missing or has no effect."""
-    alone = args.advantage_estimator == "none"
-    if not reward and not alone:
-        needs = "`ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION"
+    only_teacher = args.advantage_estimator == "none"
+    if not reward and not only_teacher:
+        expected = "`ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION"
         advice = "To learn only from a teacher, set trainer.advantage_estimator=none"
-        yield "reward", f"missing; {needs}. {advice}"
-    if reward and alone:
+        yield "reward", f"missing; {expected}. {advice}"
+    if reward and only_teacher:
         advice = "set reward=null, or another estimator"
         yield "trainer.advantage_estimator", f"found none, with which the reward has no effect; {advice}"
-    if not teacher and (args.teacher_coef or alone):
+    if not teacher and (args.teacher_coef or only_teacher):
         yield "teacher", "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"
     if teacher and not args.teacher_coef:
-        found = f"found {show_value(args.teacher_coef)}, with which the teacher has no effect"
+        problem = f"found {show_value(args.teacher_coef)}, with which the teacher has no effect"
         advice = "set the weight of its advantage, e.g. trainer.teacher_coef=1.0"
-        yield "trainer.teacher_coef", f"{found}; {advice}"
+        yield "trainer.teacher_coef", f"{problem}; {advice}"
     if args.batch_size // args.num_generations < workers:
-        least = f"trainer.batch_size={workers * args.num_generations}"
-        yield "trainer.batch_size", f"fewer prompts for an update than workers; expected at least {least}"
+        minimum = f"trainer.batch_size={workers * args.num_generations}"
+        yield "trainer.batch_size", f"fewer prompts for an update than workers; expected at least {minimum}"
 
 
 def _evaluate_problems(data: Data, policy: Any) -> Problems:
     """Yields a problem if an evaluate job has prompts without a policy, or a policy without prompts."""
     if not data.eval and (policy or not (data.pairs or data.benchmarks)):
-        alone = "to evaluate only a reward model, set data.pairs and policy=null"
-        yield "data.eval", f"missing; `evaluate` needs prompts ({alone})"
+        advice = "to evaluate only a reward model, set data.pairs and policy=null"
+        yield "data.eval", f"missing; `evaluate` needs prompts ({advice})"
     if data.eval and not policy:
-        needs = "`evaluate` needs a policy to answer data.eval: models:/NAME@ALIAS or `base`"
-        yield "policy", f"missing; {needs}; to evaluate only a reward model, set data.eval=null"
+        expected = "`evaluate` needs a policy to answer data.eval: models:/NAME@ALIAS or `base`"
+        yield "policy", f"missing; {expected}; to evaluate only a reward model, set data.eval=null"
 
 
 def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
@@ -196,8 +196,8 @@ def _collect_problems(args: Collect, sets_good_above: bool) -> Problems:
         expected = "2 or more, for example 4, or trainer.select=best"
         yield "trainer.num_generations", f"found 1, but a pair needs two completions; expected {expected}"
     if args.temperature == 0 and args.num_generations > 1:
-        found = "found 0, so all completions of a prompt are the same"
-        yield "trainer.temperature", f"{found}; expected a temperature above 0, for example 1.0"
+        problem = "found 0, so all completions of a prompt are the same"
+        yield "trainer.temperature", f"{problem}; expected a temperature above 0, for example 1.0"
     if args.min_margin and args.select in ("best", "labels"):
         yield "trainer.min_margin", f"trainer.select={args.select} makes no pairs; remove it"
     if args.select != "labels" and sets_good_above:
@@ -226,23 +226,23 @@ def _serve_problems(serve: Serve, storage_path: str, uses_vllm: bool) -> Problem
     if not serve.inputs:
         example = "'serve.policies={my-policy: models:/rlhf-ppo@champion}'"
         yield "serve.policies", f"missing; `serve` needs it, or serve.rewards: {example}"
-    if wrong := [one for one in (*serve.policies, *serve.rewards) if not re.fullmatch(MODEL_ID, one)]:
-        yield "serve.policies", f"found {wrong}, expected ids of letters, digits, `.`, `_` and `-`"
-    if both := ", ".join(sorted(serve.policies.keys() & serve.rewards.keys())):
-        yield "serve.rewards", f"found {both}, which is also in serve.policies; expected another id"
+    if invalid := [name for name in (*serve.policies, *serve.rewards) if not re.fullmatch(MODEL_ID, name)]:
+        yield "serve.policies", f"found {invalid}, expected ids of letters, digits, `.`, `_` and `-`"
+    if duplicates := ", ".join(sorted(serve.policies.keys() & serve.rewards.keys())):
+        yield "serve.rewards", f"found {duplicates}, which is also in serve.policies; expected another id"
     if "://" in (serve.feedback_path or storage_path):
-        why = "feedback is written to a local folder of one node, not to a bucket"
-        yield "serve.feedback_path", f"{why}; set serve.feedback_path=FOLDER"
+        reason = "feedback is written to a local folder of one node, not to a bucket"
+        yield "serve.feedback_path", f"{reason}; set serve.feedback_path=FOLDER"
     if serve.cache_tokens is not None and uses_vllm:
-        why = "rollout.gpu_memory_utilization sets the size of the KV cache"
-        yield "serve.cache_tokens", f"found {serve.cache_tokens}; remove it, because with vllm {why}"
+        reason = "rollout.gpu_memory_utilization sets the size of the KV cache"
+        yield "serve.cache_tokens", f"found {serve.cache_tokens}; remove it, because with vllm {reason}"
 
 
 def _export_problems(policies: list[str], reward: Any, repository: str | None) -> Problems:
     """Yields inputs of an export job that are not adapters, and a Hub repository that is invalid or would get two models."""
     if "base" in policies or not (policies or reward):
-        needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
-        yield "policy", f"found {show_value(policies[0] if policies else None)}; {needs}"
+        expected = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
+        yield "policy", f"found {show_value(policies[0] if policies else None)}; {expected}"
     if isinstance(reward, (dict, list)) or InputURI.parse(reward).is_function:
         expected = "one reward adapter: models:/rlhf-rm@champion, or its folder"
         yield "reward", f"found {show_value(reward)}, expected {expected}"
@@ -260,36 +260,36 @@ def _source_problems(data: Data, learns: bool) -> Problems:
 
     data/reshape.py later checks the fields that each stage needs.
     """
-    known = schema.keys(schema.class_of("source", ""))
+    fields = schema.keys(schema.class_of("source", ""))
     for name in SPLITS:
         spec = getattr(data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
-            for key, problem in schema.wrong_keys(item, known) if isinstance(item, dict) else ():
+            for key, problem in schema.wrong_keys(item, fields) if isinstance(item, dict) else ():
                 yield f"data.{name}.{index}.{key}", problem
     for name in SPLITS:
         sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
         for index, (source, full) in enumerate(sources):
-            own = {key for key, value in vars(source).items() if value is not None}
-            keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}
+            own_keys = {key for key, value in vars(source).items() if value is not None}
+            keys = {key: f"data.{name}.{index}.{key}" if key in own_keys else f"data.{key}" for key in fields}
             if full.label is not None and full.label.keys() not in LABELS:
                 forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
                 yield keys["label"], f"found {show_value(full.label)}, expected {forms}"
             if full.group_by and not full.transform:
-                found = f"found {show_value(full.group_by)}; only a transform can read several rows at once"
-                yield keys["group_by"], f"{found}; also set transform: python:MODULE:FUNCTION"
+                problem = f"found {show_value(full.group_by)}; only a transform can read several rows at once"
+                yield keys["group_by"], f"{problem}; also set transform: python:MODULE:FUNCTION"
             if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
-                found = f"found {show_value(source.revision)} for {show_value(source.path)}"
+                problem = f"found {show_value(source.revision)} for {show_value(source.path)}"
                 expected = f"only a dataset on the Hub ({HUB}NAME) has a revision; set the revision once"
-                yield keys["revision"], f"{found}; {expected}"
+                yield keys["revision"], f"{problem}; {expected}"
             if source.weight is not None and (name != "train" or not learns):
                 yield keys["weight"], "weights apply only to training rows; remove it"
     weights = [source.weight for source in sources_of(data.train)]
     if not any(weights) and data.stopping_strategy != "first_exhausted":
-        nothing = "no source of data.train has a weight; set weights, or remove this key"
-        yield "data.stopping_strategy", nothing
+        reason = "no source of data.train has a weight; set weights, or remove this key"
+        yield "data.stopping_strategy", reason
     if any(weights) and None in weights:
-        missing = f"{weights.count(None)} of {len(weights)} sources have no weight"
-        yield "data.train", f"{missing}; expected a weight for each source, or for none"
+        reason = f"{weights.count(None)} of {len(weights)} sources have no weight"
+        yield "data.train", f"{reason}; expected a weight for each source, or for none"
 
 
 def batch_problems(
@@ -308,19 +308,19 @@ def batch_problems(
     low, high = workers
     step = device * math.lcm(*range(low, high + 1))
     if size % step:
-        counts = f"any of {low} to {high} workers" if low < high else f"workers ({low})"
-        expected = f"a multiple of {step}, for trainer.{key}={device} on {counts}"
-        usual = math.ceil(size / step) * step
-        yield "data.batch_size", f"found {size}, expected {expected}; set data.batch_size={usual}"
+        worker_counts = f"any of {low} to {high} workers" if low < high else f"workers ({low})"
+        expected = f"a multiple of {step}, for trainer.{key}={device} on {worker_counts}"
+        multiple = math.ceil(size / step) * step
+        yield "data.batch_size", f"found {size}, expected {expected}; set data.batch_size={multiple}"
 
 
 def _mapping_problems(reward: Any, judge: Any) -> Problems:
     """Yields mappings under `reward` or `judge` that have the wrong keys or values."""
-    several = reward if isinstance(reward, list) else []
-    for item in several:
+    rewards = reward if isinstance(reward, list) else []
+    for item in rewards:
         if isinstance(item, dict) and not _names_input(item, ({"reward"}, {"judge"}), weighted=True):
             expected = "{reward: NAME, weight: NUMBER} or {judge: FILE, weight: NUMBER}"
-            yield f"reward.{several.index(item)}", f"found {show_value(item)}, expected {expected}"
+            yield f"reward.{rewards.index(item)}", f"found {show_value(item)}, expected {expected}"
     for key, item in {"reward": reward, "judge": judge}.items():
         if isinstance(item, dict) and not _names_input(item, ({"judge"},), weighted=False):
             yield key, f"found {show_value(item)}, expected {{judge: FILE}}"
@@ -363,10 +363,10 @@ def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool)
             for key in ("load_best_model_at_end", "early_stopping_patience", "stop_if")
             if getattr(run, key)
         )
-        found = f"found {show_value(getattr(run, key))}, but there are no evaluations to compare"
-        wanted = "trainer.eval_strategy=epoch" if trl else "trainer.eval_steps=10"
-        advice = f"set data.eval or data.eval_fraction, and {wanted}, or remove this key"
-        yield f"run.{key}", f"{found}; {advice}"
+        reason = f"found {show_value(getattr(run, key))}, but there are no evaluations to compare"
+        schedule = "trainer.eval_strategy=epoch" if trl else "trainer.eval_steps=10"
+        advice = f"set data.eval or data.eval_fraction, and {schedule}, or remove this key"
+        yield f"run.{key}", f"{reason}; {advice}"
     if problem := measurable.why_not_compared(run.metric_for_best_model, run.greater_is_better):
         yield "run.metric_for_best_model", problem
     for metric, rule in run.stop_if.items():
@@ -386,7 +386,7 @@ def _gate_problems(gate: dict[str, str], measurable: Measurable, needs_rows: set
 
 
 def _condition_problems(
-    key: str, metric: str, rule: Any, measurable: Measurable, known: Mapping[str, str]
+    key: str, metric: str, rule: Any, measurable: Measurable, metrics: Mapping[str, str]
 ) -> Problems:
     try:
         relative = parse_gate(rule)[1] is None
@@ -394,10 +394,10 @@ def _condition_problems(
         yield key, str(error)
         return
     if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
-        only = "only gates on eval_... metrics can use the champion; set a number"
-        yield key, f"found {show_value(rule)}; {only}"
-    if metric not in known and not measurable.is_open(metric):
-        yield key, measurable.unknown(metric, known)
+        advice = "only gates on eval_... metrics can use the champion; set a number"
+        yield key, f"found {show_value(rule)}; {advice}"
+    if metric not in metrics and not measurable.is_open(metric):
+        yield key, measurable.unknown(metric, metrics)
 
 
 def find_warnings(job: Job) -> Iterator[str]:
@@ -410,19 +410,19 @@ def find_warnings(job: Job) -> Iterator[str]:
         )
     for metric in job.gate:
         if lacking := job.measurable.lacks.get(metric):
-            needs = f"needs {lacking}, which this job does not have"
-            yield f"gate.{metric}: {needs}; the version will be registered without the alias"
+            problem = f"needs {lacking}, which this job does not have"
+            yield f"gate.{metric}: {problem}; the version will be registered without the alias"
     if job.gate and learns and not job.mlflow.registered_model:
         yield "gate: mlflow.registered_model is null, so the gate moves no alias, and its result is only reported"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.num_workers:
         yield from _idle_workers(job.args, job.rollout_config, job.workers[1])
-    known = schema.keys(job.spec.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
-    if learns and job.lora.get("lora_dropout") and trainer.get("disable_dropout", known["default"]):
-        keep = ", or trainer.disable_dropout=false" if job.spec.trl else ""
-        why = f"`{job.stage}` trains without dropout"
-        yield f"lora.lora_dropout changes nothing: {why}; set lora.lora_dropout=0{keep}"
+    dropout = schema.keys(job.spec.trainer).get("disable_dropout", {"default": job.stage == "ppo"})
+    if learns and job.lora.get("lora_dropout") and trainer.get("disable_dropout", dropout["default"]):
+        alternative = ", or trainer.disable_dropout=false" if job.spec.trl else ""
+        reason = f"`{job.stage}` trains without dropout"
+        yield f"lora.lora_dropout changes nothing: {reason}; set lora.lora_dropout=0{alternative}"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
             f"data.train comes from the command line, but data.eval is still {show_value(job.data.eval)} from the job file, so the run "
@@ -432,11 +432,11 @@ def find_warnings(job: Job) -> Iterator[str]:
 
 def _idle_workers(args: Any, rollout: RolloutConfig, trainers: int) -> Iterator[str]:
     """Yields a warning if there are more rollout workers than chunks of work, so that some workers are idle."""
-    workers, ahead = rollout.num_workers, max(1, rollout.staleness)
+    workers, updates = rollout.num_workers, max(1, rollout.staleness)
     prompts = math.ceil(args.prompts_per_update / trainers)  # prompts of an update on one trainer
-    chunks = trainers * ahead * math.ceil(prompts / max(1, args.decoded(trainers) // args.num_generations))
+    chunks = trainers * updates * math.ceil(prompts / max(1, args.decoded(trainers) // args.num_generations))
     if workers > chunks:
-        rows = max(args.num_generations, args.batch_size * ahead // workers)
+        rows = max(args.num_generations, args.batch_size * updates // workers)
         yield (
             f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
             f"chunks of {args.decoded(trainers)}; for smaller chunks, set trainer.local_rollout_forward_batch_size={rows}"

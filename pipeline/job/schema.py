@@ -60,14 +60,14 @@ def class_of(section: str, stage: str) -> str:
     """Returns the name (package.module.Class) of the dataclass whose fields are the keys of a section."""
     if section == "trainer":
         return STAGE_SPECS[stage].trainer
-    ours = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
-    return CLASSES.get(section, ours)
+    default = f"pipeline.job.job.{'MLflow' if section == 'mlflow' else section.title()}"
+    return CLASSES.get(section, default)
 
 
 def keys_of(stage: str) -> dict[str, str]:
     """Returns {section.key: key} for all keys that a job of this stage can set."""
-    known = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
-    return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
+    groups = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
+    return {f"{section}.{key}": key for section, items in groups for key, spec in items if "not" not in spec}
 
 
 def meant_key(key: str, stage: str) -> str | None:
@@ -76,13 +76,13 @@ def meant_key(key: str, stage: str) -> str | None:
     Compares the unknown key with key names of other tools, with similar names, and with keys in other sections.
     """
     section, _, name = key.rpartition(".")
-    known = keys_of(stage)
-    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE_SPECS[stage].inputs}:
-        return ours
-    siblings = [short for full, short in known.items() if full == f"{section}.{short}"]
-    near = [f"{section}.{one}" for one in difflib.get_close_matches(name, siblings, 1, 0.7)]
-    elsewhere = [full for full, short in known.items() if short == name]
-    return next(iter(near + elsewhere), None)
+    key_names = keys_of(stage)
+    if (full_key := ELSEWHERE.get(name)) in {*key_names, *STAGE_SPECS[stage].inputs}:
+        return full_key
+    siblings = [short for full, short in key_names.items() if full == f"{section}.{short}"]
+    similar = [f"{section}.{match}" for match in difflib.get_close_matches(name, siblings, 1, 0.7)]
+    namesakes = [full for full, short in key_names.items() if short == name]
+    return next(iter(similar + namesakes), None)
 
 
 # ---------------------------------------------------------------- values
@@ -101,61 +101,58 @@ def find_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
         return None
     part = "".join(f"{shorten(str(key))}: " for key in error.absolute_path)
     # the mismatched part of the value, and the schema of this part
-    found, wanted = (
-        error.instance,
-        error.schema,
-    )
-    near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    if isinstance(found, (int, float)):
+    instance, expected = error.instance, error.schema
+    similar = difflib.get_close_matches(str(instance), list(map(str, _choices(expected))), n=1)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
+    if isinstance(instance, (int, float)):
         default = schema.get("default")
-        if validator.evolve(schema=wanted).is_valid(""):
+        if validator.evolve(schema=expected).is_valid(""):
             hint = "; put it in quotes"
         elif type(default) in (int, float) and default:
             hint = f", for example {default}"
-    return f"{part}found {show_value(found)}, expected {expected_in_words(wanted)}{hint}"
+    return f"{part}found {show_value(instance)}, expected {expected_in_words(expected)}{hint}"
 
 
 def check_section(
-    tree: Tree, section: str, known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
+    tree: Tree, section: str, schemas: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> dict[str, Any]:
     """Returns the checked values of a section. If a key expects a list and has a single value, the value becomes a list."""
     values = tree.section(section)
     for key, value in values.items():
-        single = key in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
-        if single and find_mismatch(value, known[key]) and not find_mismatch([value], known[key]):
+        single = key in schemas and isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if single and find_mismatch(value, schemas[key]) and not find_mismatch([value], schemas[key]):
             values[key] = [value]  # for example trainer.loss_type=ipo
-    for key, message in wrong_keys(values, known, hint):
+    for key, message in wrong_keys(values, schemas, hint):
         raise tree.error(f"{section}.{key}", message)
     return values
 
 
 def wrong_keys(
-    values: Mapping[str, Any], known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
+    values: Mapping[str, Any], schemas: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yields (key, problem) for unknown and missing keys, keys that a job cannot set, and invalid values.
 
     Args:
-        known: {key: its schema}.
+        schemas: {key: its schema}.
         hint: function that returns advice about an unknown key. The default is `suggest_known_key`.
     """
     for key in values:
-        if "not" in known.get(key, ()):
-            yield key, f"is set by the pipeline: {known[key]['description']}"
+        if "not" in schemas.get(key, ()):
+            yield key, f"is set by the pipeline: {schemas[key]['description']}"
     for key, value in values.items():
-        if key not in known:
-            yield key, f"unknown key; {hint(key) if hint else suggest_known_key(key, known)}"
-        elif found := find_mismatch(value, known[key]):
-            yield key, found
-    for key, one in known.items():
-        if one.get("needed") and key not in values:
-            yield key, f"missing, expected {expected_in_words(one)}"
+        if key not in schemas:
+            yield key, f"unknown key; {hint(key) if hint else suggest_known_key(key, schemas)}"
+        elif problem := find_mismatch(value, schemas[key]):
+            yield key, problem
+    for key, schema in schemas.items():
+        if schema.get("needed") and key not in values:
+            yield key, f"missing, expected {expected_in_words(schema)}"
 
 
-def suggest_known_key(key: str, known: Iterable[str]) -> str:
+def suggest_known_key(key: str, names: Iterable[str]) -> str:
     """Returns advice about an unknown key: a known key with a similar name, or a list of all known keys."""
-    near = difflib.get_close_matches(key, known := list(known), 1, 0.7)
-    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+    similar = difflib.get_close_matches(key, names := list(names), 1, 0.7)
+    return f"did you mean {similar[0]}?" if similar else f"expected one of {', '.join(names)}"
 
 
 def expected_in_words(schema: Mapping[str, Any]) -> str:
@@ -163,18 +160,15 @@ def expected_in_words(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(expected_in_words, schema["anyOf"])))
     if choices := schema.get("enum"):
-        words = ", ".join(show_value(one).strip("'") for one in choices[:12]) + ", ..." * (len(choices) > 12)
+        words = ", ".join(show_value(c).strip("'") for c in choices[:12]) + ", ..." * (len(choices) > 12)
         return f"one of {words}" if len(choices) > 1 else words
     if "type" not in schema:
         return "any value"
     name = NAMES["integer" if "multipleOf" in schema else schema["type"]]
     count = f" of {schema['minItems']}" if "minItems" in schema else ""
-    inside = schema.get("items") or schema.get("additionalProperties")
+    items = schema.get("items") or schema.get("additionalProperties")
     return (
-        name
-        + _range(schema)
-        + count
-        + (f" of {expected_in_words(inside)}" if isinstance(inside, dict) else "")
+        name + _range(schema) + count + (f" of {expected_in_words(items)}" if isinstance(items, dict) else "")
     )
 
 
@@ -200,7 +194,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
 def describe_key(name: str) -> list[str]:
     """Returns what `rlhf help KEY` prints about a key. Stages with the same text share one entry."""
     section, _, key = name.partition(".")
-    found: dict[str, list[str]] = {}
+    entries: dict[str, list[str]] = {}
     for stage in STAGE_SPECS:
         schema = keys(class_of("job", stage)).get(section, {}) if not key else {}
         if key and section in SECTIONS:
@@ -208,8 +202,8 @@ def describe_key(name: str) -> list[str]:
         elif section in INPUTS and section not in STAGE_SPECS[stage].inputs:
             continue
         if schema and "not" not in schema:
-            found.setdefault("\n".join(_described(schema)), []).append(stage)
-    return [f"{name}   ({', '.join(stages)})\n{text}" for text, stages in found.items()]
+            entries.setdefault("\n".join(_described(schema)), []).append(stage)
+    return [f"{name}   ({', '.join(stages)})\n{text}" for text, stages in entries.items()]
 
 
 def _described(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -192,13 +192,13 @@ LIBRARIES: dict[str, tuple[str, type]] = {
 def schema_text() -> str:
     """Returns the content of schema.json. Each key has one line."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE_SPECS for section in SECTIONS)
-    made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
-    del made[JOB]["source"], made[JOB]["overridden"]  # fields that a job file cannot set
+    definitions = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
+    del definitions[JOB]["source"], definitions[JOB]["overridden"]  # fields that a job file cannot set
     lines = [
         f'  "{dotted}": {{"type": "object", "additionalProperties": false, "properties": {{\n'
         + ",\n".join(f"   {json.dumps(key)}: {json.dumps(schema)}" for key, schema in keys.items())
         + "\n  }}"
-        for dotted, keys in made.items()
+        for dotted, keys in definitions.items()
     ]
     head = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -206,15 +206,15 @@ def schema_text() -> str:
         "versions": {name: version(name) for name in ("trl", "transformers", "peft", "ray")},
         "type": "object",
         "properties": {"stage": {"enum": [*STAGE_SPECS]}},
-        "allOf": [_of_stage(stage, made) for stage in STAGE_SPECS],
+        "allOf": [_of_stage(stage, definitions) for stage in STAGE_SPECS],
     }
     start = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
     return f'{{\n{start},\n "$defs": {{\n' + ",\n".join(lines) + "\n }\n}\n"
 
 
-def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
+def _of_stage(stage: str, definitions: Mapping[str, Any]) -> dict[str, Any]:
     sections: dict[str, Any] = {name: {"$ref": f"#/$defs/{class_of(name, stage)}"} for name in SECTIONS}
-    inputs = {name: made[JOB][name] for name in STAGE_SPECS[stage].inputs}
+    inputs = {name: definitions[JOB][name] for name in STAGE_SPECS[stage].inputs}
     files = {"type": ["string", "array"], "items": {"type": "string"}}
     others = {"stage": {}, "extends": files, "gate": {"type": "object"}}
     return {
@@ -248,18 +248,18 @@ def _of_ours(cls: type) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for base in reversed(cls.__mro__[:-1]):  # pydantic 2.14 does not read the docstrings of inherited fields
         adapter = TypeAdapter[Any](with_config(use_attribute_docstrings=True)(base))
-        made = adapter.json_schema(schema_generator=Plain, ref_template="#/$defs/pipeline.job.job.{model}")
-        for key, schema in made["properties"].items():
+        schemas = adapter.json_schema(schema_generator=Plain, ref_template="#/$defs/pipeline.job.job.{model}")
+        for key, schema in schemas["properties"].items():
             keys[key] = keys.get(key, {}) | schema
-        for key in made.get("required", ()):
+        for key in schemas.get("required", ()):
             keys[key]["needed"] = True
     return keys
 
 
 def _of_library(cls: type) -> dict[str, Any]:
-    section, ours = LIBRARIES[cls.__name__]
+    section, types = LIBRARIES[cls.__name__]
     # Ray imports Domain only for type checkers, so that get_type_hints needs a substitute.
-    hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(ours, include_extras=True)
+    hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(types, include_extras=True)
     argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # matches a field in a docstring's Args
     help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
     keys: dict[str, Any] = {}

@@ -231,10 +231,10 @@ STAGE_SPECS: dict[str, StageSpec] = {
 TRAINED = tuple(name for name, spec in STAGE_SPECS.items() if spec.learns)
 
 
-def headline_metrics(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
-    """Returns the metrics in a stage's summary that are in `measured`."""
-    found = (metrics.find_metric(name, stage) for name in STAGE_SPECS[stage].headline if name in measured)
-    return [one for one in found if one]
+def headline_metrics(stage: str, values: Mapping[str, float]) -> list[metrics.Metric]:
+    """Returns the metrics in a stage's summary that are in `values`."""
+    candidates = (metrics.find_metric(name, stage) for name in STAGE_SPECS[stage].headline if name in values)
+    return [metric for metric in candidates if metric]
 
 
 def row_kind_of(stage: str) -> str | None:

@@ -32,8 +32,8 @@ class _Loader(yaml.SafeLoader):
 
 _REPLACED = ("bool", "int", "float", "timestamp", "value")
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _REPLACED]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    char: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in _REPLACED]
+    for char, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -107,19 +107,19 @@ def _extended(tree: Tree, folder: Path) -> Tree:
         raise tree.error(
             "extends", f"found {show_value(names)}, expected job files, for example ../own/rm.yaml"
         )
-    below = Tree(tree.source)
-    for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
-        if "extends" in one.data:
+    merged = Tree(tree.source)
+    for name, layer in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
+        if "extends" in layer.data:
             raise tree.error(
                 "extends", f"found {show_value(name)}, which extends a job; extend that job instead"
             )
-        for section, value in one.data.items():
-            before = below.data.get(section)
-            if isinstance(before, dict) and isinstance(value, dict) and value:
-                value = before | value
-            below.data[section] = value
-        below.where |= one.where
-    return below
+        for section, value in layer.data.items():
+            earlier = merged.data.get(section)
+            if isinstance(earlier, dict) and isinstance(value, dict) and value:
+                value = earlier | value
+            merged.data[section] = value
+        merged.where |= layer.where
+    return merged
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
@@ -140,39 +140,39 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
     # the YAML parser raises errors of all these types
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        what = "a character, a tag (!!) or an alias that cannot be read"
-        raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
+        problem = "a character, a tag (!!) or an alias that cannot be read"
+        raise InputError(f"{name}: not valid YAML: {problem}; remove it") from None
 
 
-def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
+def _record_lines(node: yaml.Node, key: str, name: str, where: dict[str, str], quota: Iterator[int]) -> None:
     """Records the line of every key. Raises InputError for repeated keys, and for keys that are not text.
 
-    `left` yields one item for each value that the file may still contain. The number of values is limited because nested aliases
+    `quota` yields one item for each value that the file may still contain. The number of values is limited because nested aliases
     can turn a few lines into billions of values.
     """
-    if next(left, None) is None:
+    if next(quota, None) is None:
         raise InputError(
             f"{name}: has more than {MAX_VALUES:,} values, because of its aliases (*); remove them"
         )
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _record_lines(item, f"{key}.{index}", name, where, left)
+            _record_lines(item, f"{key}.{index}", name, where, quota)
     if not isinstance(node, yaml.MappingNode):
         return
-    seen: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for child, value in node.value:
         line = child.start_mark.line + 1
         if child.tag == "tag:yaml.org,2002:merge":
-            _record_lines(value, key, name, where, left)
+            _record_lines(value, key, name, where, quota)
             continue
         if child.tag != "tag:yaml.org,2002:str":
             raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
-        full = f"{key}.{child.value}" if key else child.value
-        if first := seen.get(child.value):
-            raise InputError(f"{name}:{line}: {full}: repeated key, first on line {first}; keep one of them")
-        seen[child.value] = line
-        where[full] = f"{name}:{line}"
-        _record_lines(value, full, name, where, left)
+        path = f"{key}.{child.value}" if key else child.value
+        if first := lines.get(child.value):
+            raise InputError(f"{name}:{line}: {path}: repeated key, first on line {first}; keep one of them")
+        lines[child.value] = line
+        where[path] = f"{name}:{line}"
+        _record_lines(value, path, name, where, quota)
 
 
 def apply_override(tree: Tree, text: str) -> None:
@@ -191,7 +191,7 @@ def apply_override(tree: Tree, text: str) -> None:
         except InputError as error:
             quoted = f'{shorten(key)}="{shorten(value)}"'
             raise InputError(f"{error} in {show_value(text)}; put the value in quotes: '{quoted}'") from None
-    *sections, last = key.split(".")
+    *sections, leaf = key.split(".")
     node = tree.data
     for part in sections:
         if node.get(part) is None:
@@ -199,8 +199,8 @@ def apply_override(tree: Tree, text: str) -> None:
         node = node[part]
         if not isinstance(node, dict):
             raise InputError(f"command line: {shorten(key)}: {part} is {show_value(node)}, which has no keys")
-    node[last] = parsed
-    tree.where = {name: at for name, at in tree.where.items() if not name.startswith(f"{key}.")}
+    node[leaf] = parsed
+    tree.where = {name: place for name, place in tree.where.items() if not name.startswith(f"{key}.")}
     tree.where[key] = "command line"
 
 
