@@ -36,15 +36,15 @@ class Case:
 
     name: str
     verb: str
-    says: tuple[str, ...]  # patterns that the message must match
+    patterns: tuple[str, ...]  # patterns that the message must match
     overrides: list[str] = field(default_factory=list)
     rows: Any = None  # content of `key`: bytes, or rows to write as JSON Lines
     file: str = "rows.jsonl"
     key: str = "data.train"
 
 
-def case(name: str, verb: str, *says: str, **more: Any) -> Case:
-    return Case(name, verb, says, **more)
+def case(name: str, verb: str, *patterns: str, **fields: Any) -> Case:
+    return Case(name, verb, patterns, **fields)
 
 
 def jsonl(rows: list[Any]) -> bytes:
@@ -115,8 +115,8 @@ def world(tmp_path_factory) -> dict[str, str]:
         shared = SharedBase(AutoModelForCausalLM.from_pretrained(demo))
         shared.add(name, lora={"r": 2, "target_modules": "all-linear"}, head=head)
         shared.save(name, home / name)
-        described = {"stage": "rm" if head else "sft", "base": base_identity(str(demo)), "rows": "text"}
-        lineage.write(str(home / name), described)
+        record = {"stage": "rm" if head else "sft", "base": base_identity(str(demo)), "rows": "text"}
+        lineage.write(str(home / name), record)
     for name, file in (("done", "result.json"), ("halfway", "job.json")):
         (home / "storage" / name).mkdir(parents=True)
         (home / "storage" / name / file).write_text(json.dumps({"stage": "sft", "name": name}))
@@ -136,37 +136,37 @@ def registry(storage: str) -> dict[str, Any]:
     }
 
 
-def arguments(one: Case, world: dict[str, str], folder: Path) -> list[str]:
-    job = one.key if "/" in one.key or one.verb == "run" else f"jobs/demo/{one.verb}.yaml"
-    name = re.sub("[^a-z]+", "-", one.name.lower())
-    given = [f"run.storage_path={world['storage']}", f"run.name=bad-{name}", *TINY.get(one.verb, [])]
-    if one.rows is not None:
-        path = folder / one.file
-        path.write_bytes(one.rows if isinstance(one.rows, bytes) else jsonl(one.rows))
-        given += [f"{one.key}={path}"]
-    return [one.verb, job, *given, *(text.format(**world) for text in one.overrides)]
+def arguments(example: Case, world: dict[str, str], folder: Path) -> list[str]:
+    job = example.key if "/" in example.key or example.verb == "run" else f"jobs/demo/{example.verb}.yaml"
+    name = re.sub("[^a-z]+", "-", example.name.lower())
+    overrides = [f"run.storage_path={world['storage']}", f"run.name=bad-{name}", *TINY.get(example.verb, [])]
+    if example.rows is not None:
+        path = folder / example.file
+        path.write_bytes(example.rows if isinstance(example.rows, bytes) else jsonl(example.rows))
+        overrides += [f"{example.key}={path}"]
+    return [example.verb, job, *overrides, *(text.format(**world) for text in example.overrides)]
 
 
-@pytest.mark.parametrize("one", ROWS + JOB, ids=lambda one: one.name.replace(" ", "-"))
-def test_wrong_input_gets_one_message(one, world, tmp_path, capsys, in_root):
+@pytest.mark.parametrize("example", ROWS + JOB, ids=lambda example: example.name.replace(" ", "-"))
+def test_wrong_input_gets_one_message(example, world, tmp_path, capsys, in_root):
     before = registry(world["storage"])
     folders = set(os.listdir(world["storage"]))
-    status = main(arguments(one, world, tmp_path))
+    status = main(arguments(example, world, tmp_path))
     errors = capsys.readouterr().err
     assert status == 2, errors
     assert sum(line.startswith("error: ") for line in errors.splitlines()) == 1, errors
     assert "Traceback" not in errors
-    for pattern in one.says:
+    for pattern in example.patterns:
         assert re.search(pattern, errors), f"{pattern}\nis not in\n{errors}"
     assert registry(world["storage"]) == before
-    made = set(os.listdir(world["storage"])) - folders
-    assert made <= {"data", "mlflow.db.lock"}, "a run that never began leaves no folder"
+    new_folders = set(os.listdir(world["storage"])) - folders
+    assert new_folders <= {"data", "mlflow.db.lock"}, "a run that never began leaves no folder"
 
 
 def test_rows_longer_than_the_context_are_rejected_before_ray_starts(tmp_path, capsys, monkeypatch, in_root):
     monkeypatch.setattr("pipeline.run.session.ray_session", lambda job: pytest.fail("Ray was started"))
-    given = ["data.max_length=512", "scaling.num_workers=1", f"run.storage_path={tmp_path}"]
-    assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
+    overrides = ["data.max_length=512", "scaling.num_workers=1", f"run.storage_path={tmp_path}"]
+    assert main(["sft", "jobs/demo/sft.yaml", *overrides]) == 2
     assert "data.max_length: 512 is more than the model's context of 256" in capsys.readouterr().err
 
 
@@ -183,16 +183,16 @@ def test_a_finished_run_of_other_settings_names_them(tmp_path, capsys, in_root):
     (tmp_path / "done/result.json").write_text(json.dumps(result))
     (tmp_path / "done/report.html").touch()
     assert main(["sft", "jobs/demo/sft.yaml", *name, "lora.r=5", "data.train=/nowhere.jsonl"]) == 0
-    first, *more = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("run done is finished")
-    assert more == [
+    assert lines == [
         "the run used other settings; the settings of this command are ignored:",
         '   data.train: was "jobs/demo/data/demonstrations.jsonl", is "/nowhere.jsonl"',
         "   lora.r: was 3, is 5",
         "   trainer.learning_rate: was 0.5, is 0.002",
     ]
-    same = ["trainer.learning_rate=0.5", "lora.r=3"]
-    assert main(["sft", "jobs/demo/sft.yaml", *name, *same]) == 0
+    settings = ["trainer.learning_rate=0.5", "lora.r=3"]
+    assert main(["sft", "jobs/demo/sft.yaml", *name, *settings]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -209,28 +209,28 @@ NAN = (
 
 
 @pytest.mark.parametrize(
-    ("verb", "function", "says"),
+    ("verb", "function", "pattern"),
     [("ppo", "raises", RAISES), ("evaluate", "raises", RAISES), ("generate", "raises", RAISES), ("score", "nan", NAN)],
 )  # fmt: skip
 def test_a_reward_that_fails_ends_the_run_with_one_message(
-    verb, function, says, world, tmp_path, capsys, in_root
+    verb, function, pattern, world, tmp_path, capsys, in_root
 ):
     before, name = registry(world["storage"]), f"reward-{verb}-{function}"
     (tmp_path / "rows.jsonl").write_bytes(jsonl([ASK, {**ASK, "prompt": "What is Peru?"}]))
     (tmp_path / "completions.jsonl").write_bytes(jsonl([GOOD, {**GOOD, "completion": "Quito."}]))
     key, file = {"score": ("train", "completions"), "evaluate": ("eval", "rows")}.get(verb, ("train", "rows"))
-    given = [*TINY.get(verb, []), f"data.{key}={tmp_path}/{file}.jsonl", "gate={}"]
-    given += ["policy=base"] if verb == "generate" else []
-    given += [
+    overrides = [*TINY.get(verb, []), f"data.{key}={tmp_path}/{file}.jsonl", "gate={}"]
+    overrides += ["policy=base"] if verb == "generate" else []
+    overrides += [
         f"reward=python:bad_rewards:{function}",
         f"run.storage_path={world['storage']}",
         f"run.name={name}",
     ]
-    status = main([verb, f"jobs/demo/{verb}.yaml", *given])
+    status = main([verb, f"jobs/demo/{verb}.yaml", *overrides])
     errors = capsys.readouterr().err
     assert status == 1, errors
-    said = errors[errors.find("failed: ") :].rstrip()
-    assert re.fullmatch(rf"failed: reward 'reward' \(bad_rewards:{function}\) {says}", said), errors
+    message = errors[errors.find("failed: ") :].rstrip()
+    assert re.fullmatch(rf"failed: reward 'reward' \(bad_rewards:{function}\) {pattern}", message), errors
     assert "Traceback" not in errors and "error: " not in errors
     after = registry(world["storage"])
     statuses = [after["runs"][run] for run in after["runs"].keys() - before["runs"].keys()]

@@ -19,9 +19,9 @@ def bench(tmp_path, *arguments):
     """Returns the results of `make bench`. Asserts that the ratios follow from the measured numbers."""
     command = [sys.executable, str(ROOT / "tools/bench"), *arguments]
     command += ["--size", "toy", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "bench.md").read_text() in done.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert (tmp_path / "bench.md").read_text() in process.stdout
     results = json.loads((tmp_path / "results.json").read_text())
     for result in results:
         runs = {name: run for name, (run,) in result["runs"].items()}
@@ -46,7 +46,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     seconds = {"TRL 1.12, fp32": (8.0, 4.0, 3.0), "ours, fp32": (2.0, 3.0, 1.0)}
     phases = [dict.fromkeys(PHASES, 0.5)]
     measured = {"first_step": 1.0, "peak": 2**30, "phases": phases, "lengths": [38.0, 38.0]}
-    runs = {name: [{"step": one, **measured} for one in some] for name, some in seconds.items()}
+    runs = {name: [{"step": step, **measured} for step in steps] for name, steps in seconds.items()}
     theirs, ours = seconds
     rows = [{"ours": ours, "other": theirs, "ratios": ratios(runs, ours, theirs)}]
     machine = {"cpu": "a CPU", "threads": 2, "load": [0.1, 0.2], "date": "2026-11-22"}
@@ -73,19 +73,19 @@ def test_ppo_is_compared_with_trl(tmp_path):
             for update in run.get("phases", []):
                 assert set(update) == set(PHASES) and all(seconds > 0 for seconds in update.values())
                 assert sum(update.values()) == pytest.approx(run["step"], rel=0.1)
-        (shared,), (again,) = (result["runs"][result["rows"][-1][side]] for side in ("ours", "other"))
-        assert shared["lengths"] == again["lengths"]
+        (shared,), (separate,) = (result["runs"][result["rows"][-1][side]] for side in ("ours", "other"))
+        assert shared["lengths"] == separate["lengths"]
     lengths = [[run["lengths"] for (run,) in result["runs"].values()] for result in (full, own)]
-    assert all(set(each) == {6.0} for each in lengths[0])  # 6 tokens is the length limit of the size `toy`
-    assert all(min(each) < 6.0 for each in lengths[1])
+    assert all(set(x) == {6.0} for x in lengths[0])  # 6 tokens is the length limit of the size `toy`
+    assert all(min(x) < 6.0 for x in lengths[1])
 
 
 @pytest.mark.slow
 def test_other_parts_are_compared_with_plain_programs_and_earlier_results_are_kept(tmp_path):
     bench(tmp_path, "sft")
     results = bench(tmp_path, "dpo", "evaluate", "serve", "judge")
-    found = [(result["part"], result["rows"][0]["other"]) for result in results]
+    comparisons = [(result["part"], result["rows"][0]["other"]) for result in results]
     plain = [("evaluate", "plain forwards"), ("serve", "plain loop"), ("judge", "plain asyncio loop")]
-    assert found == [("sft", "bare TRL"), ("dpo", "bare TRL"), *plain]
+    assert comparisons == [("sft", "bare TRL"), ("dpo", "bare TRL"), *plain]
     assert results[-1]["runs"]["ours"][0]["answers"] > 64
     assert "| evaluate | toy | ours | plain forwards |" in (tmp_path / "bench.md").read_text()

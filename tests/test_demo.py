@@ -47,8 +47,8 @@ def test_eval_rows_name_countries_that_no_training_row_names():
     for name in ("demonstrations", "preferences", "prompts"):
         training = (DATA / f"{name}.jsonl").read_text()
         assert not names & set(demo.NAME.findall(training))
-    asked = [row["prompt"] for row in rows("prompts")]
-    assert len(asked) == len(set(asked))
+    prompts = [row["prompt"] for row in rows("prompts")]
+    assert len(prompts) == len(set(prompts))
     for row in rows("prompts_eval"):
         assert names & set(demo.NAME.findall(row["prompt"]))
 
@@ -75,24 +75,24 @@ def test_the_tokenizer_acts_like_that_of_llama_3():
 
 def test_the_chat_template_renders_and_marks_completions():
     tokenizer = load_tokenizer(str(MODEL))
-    asked = (
+    prompt = (
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the capital of France?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True) == asked
+    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True) == prompt
     completions = ["The capital of France is Paris.", "Rome."]
-    assert demo.gold([asked] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
-    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == asked + "Paris.<|eot_id|>"
+    assert demo.gold([prompt] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == prompt + "Paris.<|eot_id|>"
     marked = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    learned = [i for i, on in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if on]
-    assert tokenizer.decode(learned) == "Paris.<|eot_id|>"
+    trained = [i for i, mask in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(trained) == "Paris.<|eot_id|>"
 
 
 def test_the_judge_gets_prompts_like_those_that_it_was_trained_on(in_root):
-    given = judge.read_definition("jobs/demo/judges/right.yaml")
-    taught = demo.judge_examples({"prompt": "q", "chosen": "a", "rejected": "b"})
-    for completion, word, row in zip("ab", given.words, taught, strict=True):
+    definition = judge.read_definition("jobs/demo/judges/right.yaml")
+    examples = demo.judge_examples({"prompt": "q", "chosen": "a", "rejected": "b"})
+    for completion, word, row in zip("ab", definition.words, examples, strict=True):
         assert row == {
-            "prompt": given.asks.format(prompt="q", completion=completion),
+            "prompt": definition.asks.format(prompt="q", completion=completion),
             "completion": f"{word}.",
         }

@@ -18,16 +18,16 @@ ALONE = ("models", "writing", "scoring/forward.py", "scoring/rewards.py", "ppo")
 
 def imports(file, type_checking=False):
     """Returns the dotted names that a file imports, even in functions. If `type_checking`, includes imports for type checkers."""
-    names, waiting = [], [ast.parse(file.read_text(encoding="utf-8"))]
-    while waiting:
-        node = waiting.pop()
+    names, nodes = [], [ast.parse(file.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING" and not type_checking:
             continue
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-        waiting += ast.iter_child_nodes(node)
+        nodes += ast.iter_child_nodes(node)
     return names
 
 
@@ -44,66 +44,66 @@ FILES = sorted(p for p in (ROOT / "pipeline").rglob("*.py") if p != ROOT / "pipe
 
 @pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_import_reaches_upward(file):
-    own = layer(name_of(file))
-    below = set(LAYERS[: LAYERS.index(own) + 1])
+    own_layer = layer(name_of(file))
+    below = set(LAYERS[: LAYERS.index(own_layer) + 1])
     upward = [name for name in imports(file) if name.startswith("pipeline.") and layer(name) not in below]
     assert not upward
 
 
 @pytest.mark.parametrize("folder", ALONE)
 def test_models_and_ppo_stand_alone(folder):
-    there = ROOT / "pipeline" / folder
-    found = {
-        n.split(".")[0]
-        for file in (there.rglob("*.py") if there.is_dir() else [there])
-        for n in imports(file)
+    path = ROOT / "pipeline" / folder
+    packages = {
+        name.split(".")[0]
+        for file in (path.rglob("*.py") if path.is_dir() else [path])
+        for name in imports(file)
     }
-    assert "torch" in found and not found & {"ray", "mlflow", "trl"}
+    assert "torch" in packages and not packages & {"ray", "mlflow", "trl"}
 
 
 def test_every_folder_has_its_layer():
-    there = {p.stem for p in (ROOT / "pipeline").iterdir() if p.suffix == ".py" or any(p.glob("*.py"))}
-    assert there - {"__init__"} == set(LAYERS)
+    packages = {p.stem for p in (ROOT / "pipeline").iterdir() if p.suffix == ".py" or any(p.glob("*.py"))}
+    assert packages - {"__init__"} == set(LAYERS)
 
 
 def test_no_files_import_each_other_in_a_circle():
     """Removes files that import no remaining file until there are none. Files that remain import each other in a circle."""
     files = {name_of(file): file for file in FILES}
-    waiting = {}
+    pending = {}
     for name, file in files.items():
-        named = [(one, one.rpartition(".")[0]) for one in imports(file, type_checking=True)]
-        waiting[name] = {next((each for each in pair if each in files), name) for pair in named} - {name}
-    while ready := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
-        waiting = {name: needs for name, needs in waiting.items() if name not in ready}
-    assert not waiting, f"these files import each other, or are imported by such files: {sorted(waiting)}"
+        pairs = [(dotted, dotted.rpartition(".")[0]) for dotted in imports(file, type_checking=True)]
+        pending[name] = {next((x for x in pair if x in files), name) for pair in pairs} - {name}
+    while ready := {name for name, needs in pending.items() if not needs & pending.keys()}:
+        pending = {name: needs for name, needs in pending.items() if name not in ready}
+    assert not pending, f"these files import each other, or are imported by such files: {sorted(pending)}"
 
 
 def test_what_tests_and_tools_import_is_there():
     """Checks all files, including files that few machines run: benchmarks of TRL 1.12, GPU code, tests with several hosts."""
     files = {name_of(file): file for file in FILES}
-    made = {name: names_in(file) for name, file in files.items()}
+    defined = {name: names_in(file) for name, file in files.items()}
     missing = [
         f"{file.relative_to(ROOT)}: {name}"
         for folder in ("tests", "tools")
         for file in (ROOT / folder).rglob("*.py")
         for name in imports(file)
         if name.startswith("pipeline.") and name not in files
-        if name.rpartition(".")[2] not in made.get(name.rpartition(".")[0], ())
+        if name.rpartition(".")[2] not in defined.get(name.rpartition(".")[0], ())
     ]
     assert not missing
 
 
 def names_in(file):
     """Returns the names that a file defines or imports."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            names.add(node.id)
+    return names
 
 
 ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")]
@@ -115,18 +115,18 @@ def test_few_functions_take_a_whole_job():
     Lower the limits of this test if fewer functions take a job.
     """
     taking = {
-        f"{file.relative_to(ROOT)}: {one.name}"
+        f"{file.relative_to(ROOT)}: {node.name}"
         for file in FILES
-        for one in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and any(
             "Job"
-            in ast.unparse(each.annotation or ast.Constant("")).replace("[", " ").replace("]", " ").split()
-            for each in (*one.args.args, *one.args.kwonlyargs, one.args.vararg or ast.arg("none"))
+            in ast.unparse(arg.annotation or ast.Constant("")).replace("[", " ").replace("]", " ").split()
+            for arg in (*node.args.args, *node.args.kwonlyargs, node.args.vararg or ast.arg("none"))
         )
     }
     assert len(taking) <= 31, sorted(taking)
-    above = [one for one in taking if not one.startswith(("pipeline/job/", "pipeline/settle/"))]
+    above = [x for x in taking if not x.startswith(("pipeline/job/", "pipeline/settle/"))]
     assert len(above) <= 17, sorted(above)
 
 

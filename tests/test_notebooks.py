@@ -1,5 +1,6 @@
 """Tests that notebooks run from top to bottom in a new kernel, and that their committed outputs are from such a run."""
 
+import ast
 import re
 import sys
 from types import SimpleNamespace
@@ -37,9 +38,9 @@ def pictures(notebook):
 
 def assert_clean(notebook, folder=""):
     """Asserts that a notebook has no errors, no warnings and no absolute paths except `folder`."""
-    assert not [one for one in outputs(notebook) if one.output_type == "error" or one.get("name") == "stderr"]
-    said = printed(notebook).replace(str(folder) or "\0", "FOLDER")
-    assert not re.search(r"(?<!\w)/(tmp|home|root|Users)/", said)
+    assert not [out for out in outputs(notebook) if out.output_type == "error" or out.get("name") == "stderr"]
+    text = printed(notebook).replace(str(folder) or "\0", "FOLDER")
+    assert not re.search(r"(?<!\w)/(tmp|home|root|Users)/", text)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -49,19 +50,19 @@ def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch
 
     notebook = read(name)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    said = []
-    shell = SimpleNamespace(system=said.append)
-    space = {"get_ipython": lambda: shell}
+    commands = []
+    shell = SimpleNamespace(system=commands.append)
+    variables = {"get_ipython": lambda: shell}
     source = TransformerManager().transform_cell(first.source)
-    exec(source, space)
-    assert not said, "outside of Colab, the cell installs nothing"
+    exec(source, variables)
+    assert not commands, "outside of Colab, the cell installs nothing"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     monkeypatch.setattr("sys.path", [*sys.path])
-    exec(source, space)
-    assert said[0].startswith("git clone") and said[1].endswith("-c constraints.txt -e .")
+    exec(source, variables)
+    assert commands[0].startswith("git clone") and commands[1].endswith("-c constraints.txt -e .")
     for stage in ("sft", "rm", "ppo"):
-        assert load_job(f"jobs/demo/{stage}.yaml", space["device"](), stage).scaling["use_gpu"]
+        assert load_job(f"jobs/demo/{stage}.yaml", variables["device"](), stage).scaling["use_gpu"]
     assert (
         f"colab.research.google.com/github/OWNER/rlhf/blob/main/notebooks/{name}" in notebook.cells[0].source
     )
@@ -78,21 +79,56 @@ def test_the_committed_notebook_was_executed_in_order(name):
     assert all(cell.source.count("\n") < 30 for cell in cells), "logic in a cell"
 
 
+def test_workers_do_not_share_the_only_gpu(tmp_path, monkeypatch, in_root):
+    import torch
+
+    from pipeline.system import storage
+
+    [cell] = [cell.source for cell in read(NOTEBOOKS[0]).cells if "def on_two_workers" in cell.source]
+    [function] = [part for part in cell.split("\n\n\n") if part.startswith("def on_two_workers")]
+    space = {"torch": torch, "storage": storage, "load_job": load_job, "RUNS": str(tmp_path), "OVERRIDES": []}
+    space["run_of"] = lambda stage, name: [f"run.name={name}", "scaling.use_gpu=true"]
+    exec(function, space)
+    for gpus, profile, workers, use_gpu in (
+        (1, "demo", 2, False),
+        (1, "llama3-8b-qlora", 1, True),
+        (4, "llama3-8b", 2, True),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        space["PROFILE"] = profile
+        scaling = space["on_two_workers"]("name").scaling
+        assert (scaling["num_workers"], scaling["use_gpu"]) == (workers, use_gpu)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_cells_use_only_names_that_pipeline_has(name):
+    """Finds names that were renamed in pipeline/. Only the slow tests run the cells."""
+    cells = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
+    nodes = list(ast.walk(ast.parse("\n".join(cells).replace("    !", "    0  # "))))
+    found = {}
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+        if node.module.startswith("pipeline"):
+            for one in node.names:
+                exec(f"from {node.module} import {one.name}", found)
+    used = [n for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, "id", None) in found]
+    assert used and not [ast.unparse(n) for n in used if not hasattr(found[n.value.id], n.attr)]
+
+
 def test_the_committed_runs_learned_something():
-    first, second = map(read, NOTEBOOKS)
-    before, after = re.search(r"held-out accuracy +([\d.]+) +-> +([\d.]+)", printed(first)).groups()
+    rm, ppo = map(read, NOTEBOOKS)
+    before, after = re.search(r"held-out accuracy +([\d.]+) +-> +([\d.]+)", printed(rm)).groups()
     assert float(before) < 0.6 and float(after) > 0.95
-    rows = re.findall(r"^ +[\d.]+ +\S+ -> \S+ +\S+ -> \S+ +\S+% +(\S+) +\S+$", printed(second), re.MULTILINE)
-    kl = [float(found) for found in rows]
+    rows = re.findall(r"^ +[\d.]+ +\S+ -> \S+ +\S+ -> \S+ +\S+% +(\S+) +\S+$", printed(ppo), re.MULTILINE)
+    kl = [float(value) for value in rows]
     assert len(kl) == 3 and kl == sorted(kl, reverse=True), "a higher KL coefficient leads to less KL"
 
 
 def test_the_formulas_give_the_committed_output(capsys):
     """Runs only the cells that call PPO's functions. The slow tests run all cells."""
-    cells, space = [cell for cell in read("ppo.ipynb").cells if cell.cell_type == "code"], {}
-    begin = next(i for i, cell in enumerate(cells) if "pipeline.ppo.functional" in cell.source)
-    for cell in cells[begin : begin + 2]:
-        exec(cell.source, space)
+    cells, variables = [cell for cell in read("ppo.ipynb").cells if cell.cell_type == "code"], {}
+    start = next(i for i, cell in enumerate(cells) if "pipeline.ppo.functional" in cell.source)
+    for cell in cells[start : start + 2]:
+        exec(cell.source, variables)
         assert capsys.readouterr().out == cell.outputs[0].text and len(cell.outputs) == 1
 
 
@@ -112,12 +148,13 @@ def test_the_reward_model_notebook_runs(tmp_path, storage):
     """Runs every cell, with two steps of training. The notebook kills a worker after the first step."""
     file = ROOT / "notebooks/llama3_reward_model.ipynb"
     overrides = [*QUICK, "trainer.save_strategy=steps", "trainer.save_steps=1"]
-    notebook = execute(file, **storage, OVERRIDES=overrides, timeout=300)
+    notebook = execute(file, **storage, OVERRIDES=overrides, timeout=900)
     assert_clean(notebook, tmp_path)
-    said = printed(notebook)
-    assert pictures(notebook) == 5 and "rlhf-rm v1 @champion" in said
-    assert "run lost-worker failed" in said and "continuing from checkpoint_00000001" in said
-    assert "of adapter and head; equal: True" in said
+    text = printed(notebook)
+    assert pictures(notebook) == 5 and "rlhf-rm v1 @champion" in text
+    assert "run lost-worker failed" in text and "continuing from checkpoint_00000001" in text
+    assert "continuing from checkpoint_00000002" in text, "run.max_failures restarts the workers"
+    assert "of adapter and head; equal: True" in text
     assert exists(f"{storage['RUNS']}/reward-model/report.html")
     source = "".join(cell.source for cell in notebook.cells)
     assert "OVERRIDES = []" in source, "parameters are not written back"

@@ -70,34 +70,34 @@ NAMES = ["label", "tools", "prompt", "margin", "chosen", "", "x" * 300, "a.b", "
 
 def places(value, path=()):
     """Returns every path into a row: keys and indices."""
-    found = [path] if path else []
+    paths = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        found += places(item, (*path, key))
-    return found
+        paths += places(item, (*path, key))
+    return paths
 
 
 def mutated(draw, value):
     """Returns a copy of a row, a JSON file or a job with one to three random changes."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
-        every = places(value)
-        if not every:
+        paths = places(value)
+        if not paths:
             break
-        *parents, last = draw(st.sampled_from(every))
-        holder = value
+        *parents, last = draw(st.sampled_from(paths))
+        parent = value
         for key in parents:
-            holder = holder[key]
-        what = draw(st.sampled_from(["set", "set", "set", "drop", "add", "rename", "wrap"]))
-        if what == "set":
-            holder[last] = copy.deepcopy(draw(st.sampled_from(NASTY)))
-        elif what == "wrap":
-            holder[last] = draw(st.sampled_from([[holder[last]], {"a": holder[last]}, [holder[last]] * 3]))
-        elif what == "drop":
-            del holder[last]
-        elif isinstance(holder, dict):
+            parent = parent[key]
+        change = draw(st.sampled_from(["set", "set", "set", "drop", "add", "rename", "wrap"]))
+        if change == "set":
+            parent[last] = copy.deepcopy(draw(st.sampled_from(NASTY)))
+        elif change == "wrap":
+            parent[last] = draw(st.sampled_from([[parent[last]], {"a": parent[last]}, [parent[last]] * 3]))
+        elif change == "drop":
+            del parent[last]
+        elif isinstance(parent, dict):
             name = draw(st.sampled_from(NAMES))
-            holder[name] = holder.pop(last) if what == "rename" else draw(st.sampled_from(NASTY))
+            parent[name] = parent.pop(last) if change == "rename" else draw(st.sampled_from(NASTY))
     return value
 
 
@@ -110,14 +110,14 @@ def damaged(draw, content):
     """Returns the bytes after cutting out, inserting or overwriting a random part."""
     if not content:
         return content
-    at = draw(st.integers(0, len(content) - 1))
+    index = draw(st.integers(0, len(content) - 1))
     junk = st.sampled_from([b"\xff\xfe", b"\0" * 9, b"{", b"]", b"\n", b"{}\n[]\n"])
-    what = draw(st.sampled_from(["cut", "flip", "insert", "empty"]))
-    if what == "flip":
-        return content[:at] + draw(st.binary(min_size=1, max_size=8)) + content[at + 1 :]
-    if what == "insert":
-        return content[:at] + draw(junk) + content[at:]
-    return content[:at] if what == "cut" else b""
+    change = draw(st.sampled_from(["cut", "flip", "insert", "empty"]))
+    if change == "flip":
+        return content[:index] + draw(st.binary(min_size=1, max_size=8)) + content[index + 1 :]
+    if change == "insert":
+        return content[:index] + draw(junk) + content[index:]
+    return content[:index] if change == "cut" else b""
 
 
 def rarely(draw, one_in):
@@ -159,8 +159,8 @@ TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothi
 def wrong_job(draw, kind, folder, inputs):
     """Returns a command with a shipped job and random values for some keys."""
     job, overrides = yaml.safe_load((ROOT / f"jobs/demo/{kind}.yaml").read_text()), []
-    known = sorted({*schema.keys_of(kind), *TOP} - OWN)
-    for key in draw(st.lists(st.sampled_from(known), min_size=1, max_size=2)):
+    known_keys = sorted({*schema.keys_of(kind), *TOP} - OWN)
+    for key in draw(st.lists(st.sampled_from(known_keys), min_size=1, max_size=2)):
         value = draw(st.sampled_from(draw(st.sampled_from([NASTY, PLAUSIBLE]))))
         section, _, name = key.rpartition(".")
         if draw(st.booleans()):
@@ -183,21 +183,21 @@ def wrong_job(draw, kind, folder, inputs):
 
 def wrong_model(draw, kind, folder, inputs):
     """Returns a command whose base or input is a folder with a corrupted or missing file."""
-    sources = dict(one.split("=") for one in inputs if one != "judge=null")
+    sources = dict(override.split("=") for override in inputs if override != "judge=null")
     sources["model.name_or_path"] = str(ROOT / "jobs/demo/model")
     key = draw(st.sampled_from(sorted(sources)))
-    copied = Path(shutil.copytree(sources[key], folder / "corrupted"))
-    victim = draw(st.sampled_from(sorted(path for path in copied.rglob("*") if path.is_file())))
+    copy_folder = Path(shutil.copytree(sources[key], folder / "corrupted"))
+    file = draw(st.sampled_from(sorted(path for path in copy_folder.rglob("*") if path.is_file())))
     if rarely(draw, 6):
-        victim.unlink()
-    elif victim.suffix == ".json" and not rarely(draw, 3):
-        value = json.loads(victim.read_bytes())
+        file.unlink()
+    elif file.suffix == ".json" and not rarely(draw, 3):
+        value = json.loads(file.read_bytes())
         large = {k: value.pop(k) for k in ("model", "added_tokens") if k in value}
-        victim.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
+        file.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
     else:
-        victim.write_bytes(damaged(draw, victim.read_bytes()))
-    others = [one for one in inputs if not one.startswith(f"{key}=")]
-    return ["validate", f"jobs/demo/{kind}.yaml", *others, f"{key}={copied}"]
+        file.write_bytes(damaged(draw, file.read_bytes()))
+    other_inputs = [override for override in inputs if not override.startswith(f"{key}=")]
+    return ["validate", f"jobs/demo/{kind}.yaml", *other_inputs, f"{key}={copy_folder}"]
 
 
 # ------------------------------------------------------------------------------------------------------ commands
@@ -235,22 +235,22 @@ def verdict(arguments, runs):
         escaped = f"{type(error).__name__} escaped: {str(error)[:300]}"
     finally:
         signal.alarm(0)
-    said = out.getvalue() + err.getvalue()
+    output = out.getvalue() + err.getvalue()
     messages = [line for line in err.getvalue().splitlines() if line.startswith(("error: ", "failed: "))]
-    wrong = {
+    problems = {
         escaped: escaped is not None,
         f"status {status}": status not in (0, 2),
-        "a traceback": "Traceback" in said,
+        "a traceback": "Traceback" in output,
         f"{len(messages)} messages": status == 2 and len(messages) != 1,
-        "control characters on the terminal": any(ord(c) < 32 and c not in "\n\t" for c in said),
+        "control characters on the terminal": any(ord(c) < 32 and c not in "\n\t" for c in output),
         "something was registered": registered(runs / "mlflow.db") != before,
     }
-    return status, next((what for what, holds in wrong.items() if holds), None), said[-1500:]
+    return status, next((problem for problem, occurred in problems.items() if occurred), None), output[-1500:]
 
 
 def check(cases, make, runs):
     """Runs random cases. Each case must end with status 0 or 2, and each status must occur often."""
-    failures, ended = [], {0: 0, 2: 0}
+    failures, counts = [], {0: 0, 2: 0}
 
     @seed(SEED)
     @settings(max_examples=cases, deadline=None, database=None, phases=[Phase.generate],
@@ -258,17 +258,17 @@ def check(cases, make, runs):
     @given(st.data())
     def one(data):
         arguments = [*make(data.draw), f"run.storage_path={runs}", "run.report=false"]
-        status, wrong, said = verdict(arguments, runs)
-        if wrong:
-            failures.append(wrong)
+        status, problem, output = verdict(arguments, runs)
+        if problem:
+            failures.append(problem)
         else:
-            ended[status] += 1
-        if wrong or os.environ.get("WALK_SHOW"):
-            print(f"\n{wrong or status} {arguments!r:.1500}\n  {said}", file=sys.__stdout__, flush=True)
+            counts[status] += 1
+        if problem or os.environ.get("WALK_SHOW"):
+            print(f"\n{problem or status} {arguments!r:.1500}\n  {output}", file=sys.__stdout__, flush=True)
 
     one()
     assert not failures, f"{len(failures)} of {cases} cases: {sorted(set(failures))}"
-    assert ended[0] > cases // 50 and ended[2] > cases // 10, f"the walk is one-sided: {ended}"
+    assert counts[0] > cases // 50 and counts[2] > cases // 10, f"the walk is one-sided: {counts}"
 
 
 def loaded(cases, seed):
@@ -277,13 +277,13 @@ def loaded(cases, seed):
     for _ in range(cases):
         kind = dice.choice(ALL_STAGES)
         keys, values = [*schema.keys_of(kind), *TOP], [*NASTY, *PLAUSIBLE]
-        given = [f"{dice.choice(keys)}={as_text(dice.choice(values))}" for _ in range(dice.choice((1, 1, 2)))]
+        texts = [f"{dice.choice(keys)}={as_text(dice.choice(values))}" for _ in range(dice.choice((1, 1, 2)))]
         try:
-            accepted.append(load_job(f"jobs/demo/{kind}.yaml", given, kind))
+            accepted.append(load_job(f"jobs/demo/{kind}.yaml", texts, kind))
         except InputError as error:
-            assert "\n" not in str(error) and len(str(error)) < 1500, (given, str(error))
+            assert "\n" not in str(error) and len(str(error)) < 1500, (texts, str(error))
         except BaseException as error:
-            raise AssertionError(f"{kind} {given}: {error!r}") from error
+            raise AssertionError(f"{kind} {texts}: {error!r}") from error
     return accepted
 
 

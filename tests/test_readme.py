@@ -89,15 +89,15 @@ def copy(tmp_path_factory):
 
 def shortened(command):
     """Returns the command with the model of the demo and with the settings of SHORT."""
-    given = f"{arguments_of(command)} {SHORT.get(target(command), '')}".strip()
-    return re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command) + f" ARGS={shlex.quote(given)}"
+    arguments = f"{arguments_of(command)} {SHORT.get(target(command), '')}".strip()
+    return re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command) + f" ARGS={shlex.quote(arguments)}"
 
 
-def shell(command, copy, **more):
-    outside = ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL", "ARGS")
-    clean = {name: value for name, value in os.environ.items() if name not in outside}
+def shell(command, copy, **options):
+    excluded = ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL", "ARGS")
+    environment = {name: value for name, value in os.environ.items() if name not in excluded}
     return subprocess.run(
-        command, shell=True, cwd=copy, capture_output=True, text=True, env=clean, timeout=900, **more
+        command, shell=True, cwd=copy, capture_output=True, text=True, env=environment, timeout=900, **options
     )
 
 
@@ -110,16 +110,16 @@ def test_the_readme_is_short_and_has_commands():
 
 def test_every_file_of_the_tree_is_in_its_folder():
     tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
-    folder, found = ROOT / "pipeline", 0
+    folder, count = ROOT / "pipeline", 0
     for line in tree.splitlines()[1:]:
-        if starts := re.match(r"  (\w+)/ ", line):
-            folder = ROOT / "pipeline" / starts[1]
+        if match := re.match(r"  (\w+)/ ", line):
+            folder = ROOT / "pipeline" / match[1]
         elif re.match(r"  \w", line):
             folder = ROOT / "pipeline"
         for name in re.findall(r"\w+\.py", line):
             assert (folder / name).is_file(), line
-            found += 1
-    assert found > 40
+            count += 1
+    assert count > 40
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
@@ -129,10 +129,10 @@ def test_a_generated_page_is_up_to_date(page):
 
 def test_metrics_on_pages_are_in_the_table():
     text = "".join(text for name, text in TEXTS.items() if name != "configuration.md")
-    named = re.findall(
+    matches = re.findall(
         r"`((?:eval_|initial_|objective/|completions/|val/|rollout/)[\w/]+)`|gate\.([\w/]+)=", text
     )
-    assert [name for name in map("".join, named) if not metrics.find_metric(name)] == []
+    assert [name for name in map("".join, matches) if not metrics.find_metric(name)] == []
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():
@@ -145,9 +145,9 @@ def test_the_messages_of_the_troubleshooting_page_exist():
 
 def test_the_jobs_of_commands_that_need_an_account_load(in_root):
     """Tests cannot run commands that need an account, so this test only loads the jobs of these commands."""
-    found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
-    assert ("rm", "llama3-8b-qlora") in found
-    for verb, profile in found:
+    jobs = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
+    assert ("rm", "llama3-8b-qlora") in jobs
+    for verb, profile in jobs:
         load_job(f"jobs/{profile}/{verb}.yaml", [], verb)
 
 
@@ -167,8 +167,8 @@ def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
     assert len(quoted) > 6 and not [part for part in parts if part not in source]
     jobs = re.findall(r'make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"', hour)
     assert [verb for verb, _ in jobs] == ["sft", "ppo"]
-    for verb, given in jobs:
-        load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(given), verb)
+    for verb, arguments in jobs:
+        load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(arguments), verb)
 
 
 def test_the_skill_is_one_that_agents_find():
@@ -177,8 +177,8 @@ def test_the_skill_is_one_that_agents_find():
     facts = yaml.safe_load(head)
     assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name
     assert len(facts["description"]) <= 1024 and body.count("\n") < 100
-    named = re.findall(r"`(docs/[\w.]+)`", body)
-    assert len(named) > 4 and not [name for name in named if not (ROOT / name).exists()]
+    paths = re.findall(r"`(docs/[\w.]+)`", body)
+    assert len(paths) > 4 and not [name for name in paths if not (ROOT / name).exists()]
     result = "".join(path.read_text() for path in (ROOT / "pipeline/run").glob("*.py"))
     cells = re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)
     assert cells and not [
@@ -193,8 +193,8 @@ def test_a_page_has_short_lines_and_names_and_links_that_exist(page):
     whole = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     wide = [line for line in whole.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
     assert not [line for line in wide if "https://" not in line]
-    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ipynb|jinja))`", text)
-    assert not [name for name in named if not any((ROOT / at / name).exists() for at in ("", "pipeline"))]
+    paths = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ipynb|jinja))`", text)
+    assert not [name for name in paths if not any((ROOT / top / name).exists() for top in ("", "pipeline"))]
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         file, _, anchor = link.partition("#")
         if "://" in link:
@@ -250,11 +250,11 @@ def test_each_command_for_own_data_names_the_profile():
 def test_a_make_command(command, copy):
     if "velo" in command and target(command) != "init" and not (copy / "jobs/velo").exists():
         assert shell(INIT, copy).returncode == 0
-    done = shell(shortened(command), copy)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    result = shell(shortened(command), copy)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     if command == "make rlhf":  # in this test, `make rlhf` has no gates and other times
-        assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
-        assert shape(done.stdout) == shape(TRANSCRIPT)
+        assert TRANSCRIPT.count("\n") <= 45 and result.stdout.count("\n") <= 45
+        assert shape(result.stdout) == shape(TRANSCRIPT)
 
 
 @pytest.mark.slow
@@ -264,22 +264,22 @@ def test_a_tutorial_runs_from_top_to_bottom(page, copy):
     commands = commands_of(PAGES[page])
     assert [target(command) for command in commands[:3]] == TUTORIALS[page]
     for command in commands:
-        done = shell(shortened(command), copy, input="Hello.\n/quit\n")
-        assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
+        result = shell(shortened(command), copy, input="Hello.\n/quit\n")
+        assert result.returncode == 0, command + result.stdout[-2000:] + result.stderr[-4000:]
 
 
 @pytest.mark.slow
 def test_make_report_draws_a_finished_run(copy):
     name = next(path.parent.name for path in (copy / "runs").glob("*/result.json"))
-    done = shell(f"make report RUN=runs/{name}", copy)
-    assert done.returncode == 0 and "report" in done.stdout, done.stdout + done.stderr
+    result = shell(f"make report RUN=runs/{name}", copy)
+    assert result.returncode == 0 and "report" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands_with("make chat"))
 def test_make_chat_answers(command, copy):
-    done = shell(command, copy, input="What is the capital of Peru?\n/quit\n")
-    assert done.returncode == 0 and "reward" in done.stdout, done.stdout + done.stderr
+    result = shell(command, copy, input="What is the capital of Peru?\n/quit\n")
+    assert result.returncode == 0 and "reward" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.slow
@@ -308,10 +308,10 @@ def test_a_cluster_runs_the_same_job(copy, monkeypatch):
     assert "make sft" in command
     small = f"{TRL} scaling.num_workers=2 data.batch_size=16 trainer.per_device_train_batch_size=8"
     with Head() as head:
-        done = shell(
+        result = shell(
             f"RAY_ADDRESS={head.gcs} make sft ARGS={shlex.quote(f'{small} run.name=clustered')}", copy
         )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert (copy / "runs/clustered/result.json").exists()
 
 
@@ -351,9 +351,9 @@ def test_the_command_for_the_stack_sets_its_parameters():
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]
-    every = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
-    asked = [one.split(":")[0] for one in every if "Default:" not in one]
-    assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
+    blocks = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
+    names = [block.split(":")[0] for block in blocks if "Default:" not in block]
+    assert names == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
 
 
 def test_the_pictures_are_small():

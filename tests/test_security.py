@@ -30,18 +30,18 @@ PASSWORD = "planted-pass-7f3a"
 SMALL = ["trainer.max_steps=2", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL]
 
 
-def pipeline(*given, **environment):
+def pipeline(*arguments, **environment):
     """Runs the real command with secrets in its environment."""
-    command, env = [sys.executable, "-m", "pipeline", *given], os.environ | SECRETS | environment
+    command, env = [sys.executable, "-m", "pipeline", *arguments], os.environ | SECRETS | environment
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=300)
 
 
 def leaks(folder, *runs):
     """Returns the files below a folder and the outputs of these runs that contain a secret."""
-    written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    written |= {number: run.stdout + run.stderr for number, run in enumerate(runs)}
+    contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    contents |= {number: run.stdout + run.stderr for number, run in enumerate(runs)}
     secrets = [secret.encode() for secret in (*SECRETS.values(), PASSWORD)]
-    return [where for where, content in written.items() if any(secret in content for secret in secrets)]
+    return [place for place, content in contents.items() if any(secret in content for secret in secrets)]
 
 
 class Guard(Handler):
@@ -51,15 +51,15 @@ class Guard(Handler):
 
     def answer(self):
         body = self.body()
-        wanted = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
-        if self.headers.get("Authorization") != wanted:
+        expected = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+        if self.headers.get("Authorization") != expected:
             self.send(401, b"who are you?")
             return
         headers = {k: v for k, v in self.headers.items() if k not in ("Host", "Content-Length")}
         url = self.server.behind + self.path
-        asked = urllib.request.Request(url, body or None, headers, method=self.command)
+        request = urllib.request.Request(url, body or None, headers, method=self.command)
         try:
-            reply = urllib.request.urlopen(asked, timeout=60)
+            reply = urllib.request.urlopen(request, timeout=60)
         except urllib.error.HTTPError as error:
             reply = error
         with reply:
@@ -73,13 +73,13 @@ def test_a_password_of_the_mlflow_server_appears_nowhere(tmp_path):
     """Runs a job that succeeds, and a job whose error message contains the environment. Makes a report of each job."""
     with Server(tmp_path) as mlflow, listening(Guard, behind=mlflow.uri) as guard:
         uri = guard.address.replace("://", f"://me:{PASSWORD}@")
-        given = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
-        well = pipeline("sft", "jobs/demo/sft.yaml", *given, *SMALL, "run.name=well", MLFLOW_TRACKING_URI=uri)
+        flags = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
+        well = pipeline("sft", "jobs/demo/sft.yaml", *flags, *SMALL, "run.name=well", MLFLOW_TRACKING_URI=uri)
         assert well.returncode == 0, well.stderr.decode()[-3000:]
         recorded = json.loads((tmp_path / "runs/well/result.json").read_text())["tracking_uri"]
         assert recorded == uri.replace(f"me:{PASSWORD}@", "")
         ill = pipeline(
-            "ppo", "jobs/demo/ppo.yaml", *given[:2], "run.name=ill", "policy=models:/rlhf-sft@champion", "judge=null",
+            "ppo", "jobs/demo/ppo.yaml", *flags[:2], "run.name=ill", "policy=models:/rlhf-sft@champion", "judge=null",
             "reward=python:bad_rewards:leaks", "data.eval=null", "trainer.total_episodes=4", "trainer.batch_size=4",
             "trainer.num_mini_batches=1", "trainer.response_length=8", MLFLOW_TRACKING_URI=uri,
         )  # fmt: skip
@@ -135,14 +135,14 @@ def test_the_file_about_a_failure_contains_no_secret(tmp_path, monkeypatch):
 )
 def test_an_error_does_not_repeat_a_password(key, address, tmp_path, monkeypatch, capsys, in_root):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    given = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]
+    arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]
     if key.isupper():
         monkeypatch.setenv(key, address)
     else:
-        given.append(f"{key}={address}")
-    assert main(given) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and PASSWORD not in shown.out + shown.err
+        arguments.append(f"{key}={address}")
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ") and PASSWORD not in output.out + output.err
 
 
 def test_no_source_file_unpickles_or_evaluates():
@@ -150,10 +150,10 @@ def test_no_source_file_unpickles_or_evaluates():
     own_tasks = {"data/read.py", "run/parts.py", "rollout/client.py", "rollout/worker.py"}
     calls = r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\("
     unsafe = re.compile(rf"{calls}|weights_only=False|shell=True")
-    home = ROOT / "pipeline"
-    sources = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*.py")}
+    root = ROOT / "pipeline"
+    sources = {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.py")}
     assert {path for path, source in sources.items() if unsafe.search(source)} == own_tasks
-    everything = "".join(sources.values())
-    loads = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", everything)
-    assert len(loads) == everything.count("torch.load(") >= 2
+    code = "".join(sources.values())
+    loads = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", code)
+    assert len(loads) == code.count("torch.load(") >= 2
     assert all("weights_only=True" in call for call in loads)

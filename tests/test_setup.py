@@ -18,12 +18,12 @@ TARGETS = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
 
 def pins(lines):
     """Reads a file of pins. Returns {normalized name: version}. Every line must be an exact pin."""
-    found = {}
+    versions = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([0-9][\w.]*)", line)
         assert match, f"not an exact pin: {line}"
-        found[plain(match[1])] = match[2]
-    return found
+        versions[plain(match[1])] = match[2]
+    return versions
 
 
 def plain(name):
@@ -38,8 +38,8 @@ def test_every_requirement_is_pinned_and_locked():
     locked = locked_in("constraints.txt")
     extras = PROJECT["optional-dependencies"]
     tested = ("dev", "notebook", "cloud", "tensorboard", "wandb")
-    wanted = pins([*PROJECT["dependencies"], *(one for extra in tested for one in extras[extra])])
-    assert {name: locked.get(name) for name in wanted} == wanted
+    pinned = pins([*PROJECT["dependencies"], *(spec for extra in tested for spec in extras[extra])])
+    assert {name: locked.get(name) for name in pinned} == pinned
     # vLLM has its own constraints file, because vLLM needs other versions of some packages.
     with_vllm = locked_in("constraints-vllm.txt")
     assert pins(extras["vllm"]).items() <= with_vllm.items()
@@ -53,25 +53,25 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
     from packaging.requirements import Requirement
 
     locked = locked_in("constraints.txt")
-    there = {
+    environment = {
         "python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix",
         "platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }  # fmt: skip
     # Packages for other platforms and for CUDA are not installed here.
-    here = {plain(one.name) for one in distributions()}
-    waiting = [Requirement(one) for one in PROJECT["dependencies"]]
+    installed = {plain(requirement.name) for requirement in distributions()}
+    queue = [Requirement(requirement) for requirement in PROJECT["dependencies"]]
     met, unpinned = set(), set()
-    while waiting:
-        one = waiting.pop()
-        name = plain(one.name)
+    while queue:
+        requirement = queue.pop()
+        name = plain(requirement.name)
         if name not in locked:
             unpinned.add(name)
-        elif (name, extras := frozenset(one.extras)) not in met and name in here:
+        elif (name, extras := frozenset(requirement.extras)) not in met and name in installed:
             met.add((name, extras))
-            asked = [Requirement(text) for text in requires(name) or []]
-            each = [{**there, "extra": extra} for extra in extras or {""}]
-            waiting += [n for n in asked if not n.marker or any(map(n.marker.evaluate, each))]
+            needs = [Requirement(text) for text in requires(name) or []]
+            environments = [{**environment, "extra": extra} for extra in extras or {""}]
+            queue += [n for n in needs if not n.marker or any(map(n.marker.evaluate, environments))]
     assert len(met) > 100 and not unpinned
 
 
@@ -132,9 +132,9 @@ def make(tmp_path):
     def run(*arguments, **env):
         command = ["make", f"PYTHON={fake}", *([] if "PATH" in env else ["UV=false"]), *arguments]
         env = clean | {"FAKE_LOG": str(log), **env}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-        done.installs = log.read_text().splitlines()
-        return done
+        result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        result.installs = log.read_text().splitlines()
+        return result
 
     run.folder = tmp_path
     return run
@@ -143,9 +143,9 @@ def make(tmp_path):
 def test_help_lists_the_first_day_and_help_all_every_target(make):
     assert make().stdout == make("help").stdout
     for target, expected in (("help", TARGETS[:7]), ("help-all", TARGETS)):
-        shown = make(target).stdout
-        assert re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE) == expected
-        assert max(map(len, shown.splitlines())) <= 80
+        text = make(target).stdout
+        assert re.findall(r"^  make (\S+) +\S", text, re.MULTILINE) == expected
+        assert max(map(len, text.splitlines())) <= 80
     assert expected[2:7] == ["rlhf", "init", "chat", "ui", "report"]
     assert {"PROFILE", "JOB", "ARGS", "SWEEP", "RAY_ADDRESS", "FORWARD"} <= {
         *re.findall(r"([A-Z_]+)=", shown)
@@ -182,18 +182,18 @@ def test_uv_installs_the_packages_unless_pip_has_its_own_index(make, settings, i
     folder.mkdir()
     (folder / "uv").write_text('#!/bin/sh\necho "uv $*" >> "$FAKE_LOG"\n')
     (folder / "uv").chmod(0o755)
-    done = make("setup", PATH=f"{folder}:{os.environ['PATH']}", FAKE_CONFIG=settings)
-    assert done.returncode == 0, done.stderr
-    [install] = done.installs
-    begins = "uv pip install --python .venv/bin/python" if installer == "uv" else "-m pip install"
-    assert install.startswith(begins) and install.endswith("-c constraints.txt -e .")
+    result = make("setup", PATH=f"{folder}:{os.environ['PATH']}", FAKE_CONFIG=settings)
+    assert result.returncode == 0, result.stderr
+    [install] = result.installs
+    prefix = "uv pip install --python .venv/bin/python" if installer == "uv" else "-m pip install"
+    assert install.startswith(prefix) and install.endswith("-c constraints.txt -e .")
 
 
 def test_an_unsupported_python_is_an_error(make):
-    done = make("rlhf", FAKE_TOO_OLD="1")
-    assert done.returncode != 0 and done.installs == []
-    assert "Python 3.11 to 3.14 is needed" in done.stderr and "is Python 3.9.1" in done.stderr
-    assert "make rlhf PYTHON=/path/to/python3.11" in done.stderr
+    result = make("rlhf", FAKE_TOO_OLD="1")
+    assert result.returncode != 0 and result.installs == []
+    assert "Python 3.11 to 3.14 is needed" in result.stderr and "is Python 3.9.1" in result.stderr
+    assert "make rlhf PYTHON=/path/to/python3.11" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -202,18 +202,18 @@ def test_an_unsupported_python_is_an_error(make):
 )
 def test_a_key_outside_of_args_stops_make(key, make):
     """If make took the key for a make variable, the job would silently use the value in the job file."""
-    done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr
-    assert f"ARGS=\"trainer.seed=2 lora.r=8 '{key}'\"" in done.stderr
+    result = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in result.stderr
+    assert f"ARGS=\"trainer.seed=2 lora.r=8 '{key}'\"" in result.stderr
     assert make("sft", "ARGS=trainer.seed=2 lora.r=8", "JOB=a.b/c.yaml", "OMP_NUM_THREADS=1").returncode == 0
 
 
 def test_a_variable_of_make_init_stops_make_sft(make):
     """Without this error, `make sft NAME=velo MODEL=org/model` would train the base of the demo."""
-    done = make("sft", "NAME=velo", "MODEL=org/model")
-    assert (done.returncode, done.stdout) == (2, "") and "NAME is for make init; run" in done.stderr
-    assert "PROFILE=velo" in done.stderr and 'ARGS="model.name_or_path=org/model' in done.stderr
+    result = make("sft", "NAME=velo", "MODEL=org/model")
+    assert (result.returncode, result.stdout) == (2, "") and "NAME is for make init; run" in result.stderr
+    assert "PROFILE=velo" in result.stderr and 'ARGS="model.name_or_path=org/model' in result.stderr
     assert make("init", "NAME=velo", "MODEL=org/model", "DATA=rows.csv").returncode == 0
 
 

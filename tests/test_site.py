@@ -27,10 +27,10 @@ def test_the_site_builds_without_warnings_and_fails_for_a_broken_anchor(tmp_path
     def build():
         return subprocess.run(["make", "docs"], cwd=tmp_path, capture_output=True, text=True, timeout=550)
 
-    done = build()
-    if "No matching distribution" in done.stderr or "ConnectionError" in done.stderr:
+    result = build()
+    if "No matching distribution" in result.stderr or "ConnectionError" in result.stderr:
         pytest.skip("no package index is reachable")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     assert {"index.html", "search.html"} <= {path.name for path in (tmp_path / "build/site").iterdir()}
     page = tmp_path / "docs/runs.md"
     page.write_text(page.read_text() + "\n[there](data.md#no-such-heading)\n")

@@ -54,8 +54,8 @@ def test_the_source_still_has_the_text(name, text, file):
 
 @pytest.mark.parametrize(("name", "parameters", "file"), PARAMETERS)
 def test_the_function_still_takes_the_parameters(name, parameters, file):
-    found = inspect.signature(pkgutil.resolve_name(name)).parameters
-    assert set(parameters.split()) <= set(found), f"{file} needs them"
+    accepted = inspect.signature(pkgutil.resolve_name(name)).parameters
+    assert set(parameters.split()) <= set(accepted), f"{file} needs them"
 
 
 def test_the_environment_variables_are_still_read():
@@ -63,29 +63,29 @@ def test_the_environment_variables_are_still_read():
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
-    root, known = Path(ray.__file__).parent, set()
+    root, names = Path(ray.__file__).parent, set()
     for path in root.rglob("*.py"):
-        known |= set(re.findall(rb'"(RAY_\w+)"', path.read_bytes()))
+        names |= set(re.findall(rb'"(RAY_\w+)"', path.read_bytes()))
     for binary in ("_raylet.so", "core/src/ray/raylet/raylet"):
-        known |= set(re.findall(rb"RAY_\w+", (root / binary).read_bytes()))
+        names |= set(re.findall(rb"RAY_\w+", (root / binary).read_bytes()))
     # pipeline/run/session.py
-    of_session = {
+    variables = {
         *session.ENVIRONMENT,
         *session.EMBEDDED,
         *session.secured_environment(),
     }
-    of_ray = {name for name in of_session if name.startswith("RAY_")}
-    of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
-    assert of_ray <= {name.decode() for name in known}
+    needed = {name for name in variables if name.startswith("RAY_")}
+    needed |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
+    assert needed <= {name.decode() for name in names}
     # Ray Train must pass these variables on to its controller and workers.
-    assert {name for name in of_ray if name.startswith("RAY_TRAIN_")} <= set(ENV_VARS_TO_PROPAGATE)
+    assert {name for name in needed if name.startswith("RAY_TRAIN_")} <= set(ENV_VARS_TO_PROPAGATE)
     # pipeline/registry/store.py, client
     for name in "DISABLE_TELEMETRY LOGGING_LEVEL HTTP_REQUEST_MAX_RETRIES HTTP_REQUEST_TIMEOUT ENABLE_ARTIFACTS_PROGRESS_BAR".split():
         assert getattr(environment_variables, f"MLFLOW_{name}").name == f"MLFLOW_{name}"
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """`causes` in pipeline/errors.py reads `worker_failures` and `_base_exc`.
+    """`causes_of` in pipeline/errors.py reads `worker_failures` and `_base_exc`.
 
     If Ray renamed an attribute, wrong input would end with status 1.
     """
@@ -97,12 +97,12 @@ def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
 
     raised = UserExceptionWithTraceback(InputError("job.yaml:3"), "traceback")
     wrapped = WorkerGroupError("failed", {0: raised})
-    found = input_error(cloudpickle.loads(cloudpickle.dumps(wrapped)))
-    assert type(found) is InputError and str(found) == "job.yaml:3"
+    error = input_error(cloudpickle.loads(cloudpickle.dumps(wrapped)))
+    assert type(error) is InputError and str(error) == "job.yaml:3"
 
 
 def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
-    """`show` in pipeline/system/console.py uses Ray's filter_autoscaler_events."""
+    """`show_ray_lines` in pipeline/system/console.py uses Ray's filter_autoscaler_events."""
     from ray._private.worker import filter_autoscaler_events
 
     monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda: False)
@@ -148,7 +148,7 @@ def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
     """jobs/cloud/spot.py and tools/chaos/faults.py use `ray drain-node`."""
     from ray.scripts.scripts import cli
 
-    options = {option for one in cli.commands["drain-node"].params for option in one.opts}
+    options = {option for parameter in cli.commands["drain-node"].params for option in parameter.opts}
     ours = "--address --node-id --reason --reason-message --deadline-remaining-seconds"
     assert set(ours.split()) <= options
 

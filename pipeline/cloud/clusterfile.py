@@ -60,7 +60,7 @@ def read_cluster_file(file: Path) -> dict[str, Any]:
 
 def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
     """Returns {name: node type} for all node types except the head's. Adds the resource that Ray names after the type of GPU."""
-    found = {}
+    types = {}
     for name, kind in (config.get("available_node_types") or {}).items():
         if name == config.get("head_node_type"):
             continue
@@ -68,9 +68,9 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
         labels = kind.get("labels") or {}
         if gpu := labels.get(GPU_LABEL):  # Ray's resource has the name A100 for both A100-40G and A100-80G
             resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
-        most = int(kind.get("max_workers", config.get("max_workers", 2)))
-        found[name] = NodeType(resources, most, int(kind.get("min_workers", 0)), _instance(kind), labels)
-    return found
+        limit = int(kind.get("max_workers", config.get("max_workers", 2)))
+        types[name] = NodeType(resources, limit, int(kind.get("min_workers", 0)), _instance(kind), labels)
+    return types
 
 
 def _instance(kind: dict[str, Any]) -> str:
@@ -107,26 +107,26 @@ def check_cluster_file(file: Path) -> dict[str, Any]:
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
     for name, kind in (config.get("available_node_types") or {}).items():
         if config["provider"]["type"] == "aws" and not kind["node_config"].get("SecurityGroupIds"):
-            why = "missing, so Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
-            raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
+            problem = "missing, so Ray would open port 22 to the world; use the security group of jobs/cloud/aws.yaml"
+            raise InputError(problem, key=f"{file}: {name}.node_config.SecurityGroupIds")
     idle = [name for name, kind in worker_types(config).items() if kind.min_workers]
     if idle and _idle_hours(config):
-        why = "an idle head shuts itself down (HEAD_IDLE_HOURS), but these workers would keep running"
-        raise InputError(f"{why}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
+        problem = "an idle head shuts itself down (HEAD_IDLE_HOURS), but these workers would keep running"
+        raise InputError(f"{problem}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {idle[0]}.min_workers")
     return config
 
 
 def _idle_hours(config: dict[str, Any]) -> str | None:
     """Returns the hours without a job after which the head shuts itself down, or None if the head never shuts itself down."""
-    found = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
-    return found and found[1]
+    match = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
+    return match and match[1]
 
 
 def describe_cluster(config: dict[str, Any]) -> str:
     """Returns a text with the nodes that `ray up` or the autoscaler starts, their prices, and when they are shut down."""
     provider = config["provider"]
-    where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
-    lines = [f"cluster {config['cluster_name']!r} on {provider['type']} {where}"]
+    location = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
+    lines = [f"cluster {config['cluster_name']!r} on {provider['type']} {location}"]
     head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {})
     if instance := _instance(head):
         hours = _idle_hours(config)
@@ -149,12 +149,12 @@ def describe_cluster(config: dict[str, Any]) -> str:
 
 def _price(kind: NodeType) -> str:
     """Returns a text with a node's hourly price: the price of the instance type if known, or else the price of the GPUs."""
-    known = prices.read_prices()
-    gpus = known.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
-    dollars = known.instances.get(kind.instance) or gpus
+    table = prices.read_prices()
+    gpus = table.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
+    dollars = table.instances.get(kind.instance) or gpus
     if not dollars:
         return "price unknown"
-    return f"{'spot, below ' if kind.labels.get('market') == 'spot' else ''}${dollars:.2f} an hour ({known.date})"
+    return f"{'spot, below ' if kind.labels.get('market') == 'spot' else ''}${dollars:.2f} an hour ({table.date})"
 
 
 def check_account(config: dict[str, Any]) -> None:
@@ -166,8 +166,8 @@ def check_account(config: dict[str, Any]) -> None:
 
         boto3.client("sts", region_name=config["provider"]["region"]).get_caller_identity()
     except ModuleNotFoundError as error:
-        what = f"{error.name} is not installed here"
-        raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
+        problem = f"{error.name} is not installed here"
+        raise InputError(f'{problem}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
     except Exception as error:  # botocore raises many types of exceptions
         raise InputError(f"you are not signed in to AWS ({in_brief(error)}); {SIGN_IN}") from error
 
@@ -194,8 +194,8 @@ def run_ray(verb: str, file: Path, options: list[str]) -> None:
     if verb == "down":
         subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
         print(f"not deleted: {STAYS.get(config['provider']['type'], 'see your provider')}", flush=True)
-    command, *more = VERBS[verb]
-    os.execve(RAY, [RAY, command, str(file), *more, *options], environment)
+    command, *arguments = VERBS[verb]
+    os.execve(RAY, [RAY, command, str(file), *arguments, *options], environment)
 
 
 def main(arguments: list[str]) -> int:

@@ -58,23 +58,23 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
 
     version = get("/api/version")["ray_version"]
     python = get("/api/v0/cluster_metadata")["data"]["pythonVersion"].rpartition(".")[0]
-    here = "{}.{}".format(*sys.version_info)
-    if (version, python) != (ray.__version__, here):
+    own_python = "{}.{}".format(*sys.version_info)
+    if (version, python) != (ray.__version__, own_python):
         raise InputError(
-            f"the cluster at {address} runs Ray {version} and Python {python}, but this environment has {ray.__version__} and {here}; "
+            f"the cluster at {address} runs Ray {version} and Python {python}, but this environment has {ray.__version__} and {own_python}; "
             f"run make down and make up from this environment, or make setup PYTHON=python{python} with ray=={version}",
             key="RAY_ADDRESS",
         )
-    listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
-    alive = [node for node in listed if node["state"] == "ALIVE"]
+    records = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
+    alive = [node for node in records if node["state"] == "ALIVE"]
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
     heads = ((node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"])
     head, labels = next(heads, ("HEAD", {}))
     # The API does not list the autoscaler's node types, so this code reads the cluster file whose name is in the head's label.
-    types, most = clusterfile.types_of(labels.get("cluster-file", ""))
+    types, limit = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
     # KubeRay and `ray up` set the label ray.io/node-group on each node that they start.
-    return Cluster(nodes, types, most, mlflow, unknown_types=not types and "ray.io/node-group" in labels)
+    return Cluster(nodes, types, limit, mlflow, unknown_types=not types and "ray.io/node-group" in labels)
 
 
 # --------------------------------------------------------------------------------------------------- the jobs
@@ -82,21 +82,21 @@ def query_cluster(get: Callable[[str], Any], address: str) -> Cluster:
 
 def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None:
     """Raises InputError if the nodes cannot all use the same storage path and the same MLflow server."""
-    why = ""
+    problem = ""
     if not storage.is_remote(path) and not os.path.isabs(path):
-        why = "is inside the job's copy of this folder on the head, which Ray deletes with the job"
+        problem = "is inside the job's copy of this folder on the head, which Ray deletes with the job"
     elif not storage.is_remote(path) and cluster.several and _on_local_disk(path):
-        why = "is on this machine's own disk, but the cluster has or may get several nodes"
-    if why:
+        problem = "is on this machine's own disk, but the cluster has or may get several nodes"
+    if problem:
         advice = "use a folder that every node mounts, or a bucket: run.storage_path=s3://BUCKET/runs"
-        raise InputError(f"{path!r} {why}; {advice}", key="run.storage_path")
+        raise InputError(f"{path!r} {problem}; {advice}", key="run.storage_path")
     uri = uri_of(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or cluster.tracking_uri, path)
     own = uri.startswith("sqlite:") or urlsplit(uri).hostname in ("localhost", "127.0.0.1", "0.0.0.0", "::1")
     if cluster.several and own:
-        why = f"{uri} is a different file or server on each node, but the cluster may have several nodes"
+        problem = f"{uri} is a different file or server on each node, but the cluster may have several nodes"
         server = cluster.tracking_uri or "http://HEAD:5000"
         raise InputError(
-            f"{why}; set a server that all nodes can reach, such as {server}", "mlflow.tracking_uri"
+            f"{problem}; set a server that all nodes can reach, such as {server}", "mlflow.tracking_uri"
         )
 
 
@@ -107,27 +107,27 @@ def _on_local_disk(path: str) -> bool:
 
 def check_resources(places: Places, cluster: Cluster) -> None:
     """Raises InputError if neither the live nodes nor the autoscaler's nodes have enough resources for all workers."""
-    for section, who, count, _, need in places.groups:
-        possible = _possible_workers(need, cluster)
-        if possible >= count:
+    for section, worker, count, _, need in places.groups:
+        capacity = _possible_workers(need, cluster)
+        if capacity >= count:
             continue
-        wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
-        wanted += [f"{key}: {value}" for key, value in need.selector.items()]
+        resources = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
+        resources += [f"{key}: {value}" for key, value in need.selector.items()]
         if cluster.unknown_types:
             print(
-                f"warning: {section}.num_workers: no live nodes have resources for {count} {who}s with {', '.join(wanted)} each. "
+                f"warning: {section}.num_workers: no live nodes have resources for {count} {worker}s with {', '.join(resources)} each. "
                 "The cluster may have an autoscaler; if it starts no such nodes, the run ends after run.placement_timeout_s",
                 flush=True,
             )
             continue
-        more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
-        grows = f"may start {', '.join(more)}" if more else "if it has an autoscaler, set CLUSTER=FILE"
-        change = places.fewer(possible) if section == "scaling" else ""
+        types = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
+        growth = f"may start {', '.join(types)}" if types else "if it has an autoscaler, set CLUSTER=FILE"
+        change = places.fewer(capacity) if section == "scaling" else ""
         lower = f"lower {section}.num_workers or {section}.resources_per_worker"
         advice = f"set {change}" if change else lower
         raise InputError(
-            f"{count} {who}s with {', '.join(wanted)} each, but the cluster has resources for {possible} (nodes: "
-            f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); {advice}, change {section}.use_gpu or "
+            f"{count} {worker}s with {', '.join(resources)} each, but the cluster has resources for {capacity} (nodes: "
+            f"{'; '.join(map(_shown, cluster.nodes))}; {growth}); {advice}, change {section}.use_gpu or "
             f"{section}.label_selector, or add nodes",
             key=f"{section}.num_workers",
             change=change,
@@ -139,11 +139,11 @@ def _possible_workers(need: Bundle, cluster: Cluster) -> int:
 
     The two numbers are not added, because `max_workers` includes the live nodes.
     """
-    future, left = 0, cluster.max_workers
+    total, remaining = 0, cluster.max_workers
     fitting = ((need.fits(kind.resources, kind.labels), kind.max_workers) for kind in cluster.types.values())
-    for each, most in sorted(fitting, reverse=True):
-        future, left = future + min(most, left) * each, left - min(most, left)
-    return max(future, sum(need.fits(node.resources, node.labels) for node in cluster.nodes))
+    for per_node, count in sorted(fitting, reverse=True):
+        total, remaining = total + min(count, remaining) * per_node, remaining - min(count, remaining)
+    return max(total, sum(need.fits(node.resources, node.labels) for node in cluster.nodes))
 
 
 def _shown(node: NodeType) -> str:
@@ -157,28 +157,28 @@ def check_memory(workload: Workload, cluster: Cluster) -> None:
     Skips GPUs that `plan` does not know. Checks nothing if this machine cannot read the base's config.json.
     """
     nodes = [*cluster.nodes, *cluster.types.values()]
-    for section, who, _, _, need in workload.places.groups:
+    for section, worker, _, _, need in workload.places.groups:
         offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
         if not gpus or not need.resources.get("GPU"):
             continue
-        with console.print_if_slow(f"estimating the memory of a {who}"):
+        with console.print_if_slow(f"estimating the memory of a {worker}"):
             planned = workload.planned(section)
         if planned is None:
             return  # only the cluster can read the base; the run will check the memory
-        small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
-        if not small:
+        too_small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
+        if not too_small:
             continue
-        listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
+        listed = " or ".join(f"{name} with {memory:g}" for name, memory in too_small.items())
         advice = f"reduce the worker's memory; run make plan JOB={workload.source}"
-        if enough := sorted({*gpus} - {*small}) or plan.fitting_gpus(planned):
+        if large_enough := sorted({*gpus} - {*too_small}) or plan.fitting_gpus(planned):
             # without spaces, because Ray would treat a space as part of a name
-            selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
+            selector = need.selector | {placement.GPU_LABEL: f"in({','.join(large_enough)})"}
             text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
             key = f"{section}.label_selector"
             advice = f'set "{key}={text}" if the cluster has such nodes, or {advice}'
-        needs = f"a {who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}"
-        raise InputError(f"{needs}; {advice}", key=f"{section}.label_selector")
+        problem = f"a {worker} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}"
+        raise InputError(f"{problem}; {advice}", key=f"{section}.label_selector")
 
 
 # -------------------------------------------------------------------------------------------------- the files
@@ -214,11 +214,11 @@ def check_paths_on_cluster(paths: Iterable[tuple[str, str]], cluster: Cluster, f
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
-                why = f"{path!r} is on this machine's own disk, which the nodes do not have"
-                raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
+                problem = f"{path!r} is on this machine's own disk, which the nodes do not have"
+                raise InputError(f"{problem}; move it below {os.getcwd()}, or into a bucket", key=key)
             continue  # nodes may mount a folder at this path
-        found = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
-        names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
+        matches = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
+        names = [os.path.relpath(match) for match in matches if os.path.isfile(match)]
         if missing := [name for name in names if name not in files]:
-            why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore excludes it"
-            raise InputError(f"{why}; change that ignore file, or put the file into a bucket", key=key)
+            problem = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore excludes it"
+            raise InputError(f"{problem}; change that ignore file, or put the file into a bucket", key=key)

@@ -48,27 +48,27 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     Raises InputError if pods would not share the storage, or if an environment variable is missing or contradicts a job.
     """
     jobs = load_jobs(paths, overrides)
-    first, claims = jobs[0], claims_of(jobs)
+    first_job, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
-    kind = "RayService" if first.port is not None else "RayCronJob" if schedule else "RayJob"
-    name = profile_of(first.source) if Path(paths[0]).is_dir() else run_name(first)
+    kind = "RayService" if first_job.port is not None else "RayCronJob" if schedule else "RayJob"
+    name = profile_of(first_job.source) if Path(paths[0]).is_dir() else run_name(first_job)
     name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     name = re.sub("^(?![a-z])", "rlhf-", name)  # Kubernetes requires that a name begins with a letter
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = make_pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
-    cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
-    grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
-    cluster |= TEMPLATE["autoscaler"] if grows else {}
+    cluster["workerGroupSpecs"] = worker_groups([job.places for job in jobs], claims)
+    elastic = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
+    cluster |= TEMPLATE["autoscaler"] if elastic else {}
     metadata: dict[str, Any] = {"name": name[: MAX_NAME_LENGTH[kind]].rstrip("-")}
-    if queue and (grows or schedule):
-        why = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
-        raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
+    if queue and (elastic or schedule):
+        problem = "Kueue does not accept clusters with a variable number of workers, and KubeRay does not queue scheduled jobs"
+        raise InputError(f"{problem}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
     if queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
     spec: dict[str, Any]
     if kind == "RayService":
-        spec = {"serveConfigV2": serve_config(first, overrides), "rayClusterConfig": cluster}
+        spec = {"serveConfigV2": serve_config(first_job, overrides), "rayClusterConfig": cluster}
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
@@ -89,24 +89,24 @@ def load_jobs(paths: list[str], overrides: list[str]) -> list[Workload]:
 
     Raises InputError if one manifest cannot run all jobs, if serve.port is not 8000, or if pods would not share the storage.
     """
-    whole = Path(paths[0]).is_dir()
-    read = (
+    is_folder = Path(paths[0]).is_dir()
+    loaded = (
         [*rlhf.load_profile(paths[0], overrides).values()]
-        if whole
-        else [load_job(one, overrides) for one in paths]
+        if is_folder
+        else [load_job(path, overrides) for path in paths]
     )
-    jobs = [workload_of(job) for job in read]
+    jobs = [workload_of(job) for job in loaded]
     serves, schedule = any(job.port is not None for job in jobs), os.environ.get("SCHEDULE")
-    if ((serves or whole) and len(paths) > 1) or (serves and schedule):
+    if ((serves or is_folder) and len(paths) > 1) or (serves and schedule):
         advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
         raise InputError(f"{shlex.join(paths)}: these jobs do not fit into one manifest; {advice}")
     for job in jobs:
         if schedule and job.name:
-            why = f"found {job.name}, so the second scheduled job would find a finished run"
-            raise InputError(f"{why}; remove run.name, or unset SCHEDULE", key="run.name")
+            problem = f"found {job.name}, so the second scheduled job would find a finished run"
+            raise InputError(f"{problem}; remove run.name, or unset SCHEDULE", key="run.name")
         if job.port not in (None, SERVICE_PORT):
-            why = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
-            raise InputError(f"{why}; set serve.port={SERVICE_PORT}", key="serve.port")
+            problem = f"found {job.port}, but KubeRay checks and opens only port {SERVICE_PORT}"
+            raise InputError(f"{problem}; set serve.port={SERVICE_PORT}", key="serve.port")
         if not storage.is_remote(job.storage_path) and not os.path.isabs(job.storage_path):
             advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
             raise InputError(
@@ -117,12 +117,12 @@ def load_jobs(paths: list[str], overrides: list[str]) -> list[Workload]:
 
 def warn_of_paths(jobs: list[Workload]) -> None:
     """Prints a warning for each local path of a job that will not exist in the pods."""
-    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the Dockerfile copies `jobs` and `pipeline`
-    for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
-        if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
-            why = "is neither in the image, which contains only jobs/ of this folder, nor below run.storage_path"
+    roots = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the Dockerfile copies `jobs` and `pipeline`
+    for key, path in dict.fromkeys(entry for job in jobs for entry in job.paths):
+        if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in roots):
+            problem = "is neither in the image, which contains only jobs/ of this folder, nor below run.storage_path"
             advice = "move the file into jobs/ and run make image again, or put the file into a bucket"
-            print(f"warning: {key}: {path!r} {why}; {advice}", file=sys.stderr)
+            print(f"warning: {key}: {path!r} {problem}; {advice}", file=sys.stderr)
 
 
 def profile_of(job_file: str) -> str:
@@ -164,18 +164,18 @@ def serve_config(job: Workload, overrides: list[str]) -> str:
 
 def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, Any]]:
     """Returns the pod groups of all jobs. Jobs with the same resources per worker share a group, sized for the largest job."""
-    found: dict[str, list[tuple[Group, str]]] = {}
+    groups: dict[str, list[tuple[Group, str]]] = {}
     for places in jobs:
         strategy = places.scaling.get("placement_strategy") or "PACK"
         for workers in places.groups:
-            found.setdefault(f"{workers.section} {workers.each}", []).append((workers, strategy))
-    made: list[dict[str, Any]] = []
-    for equal in found.values():
-        largest = max((workers for workers, _ in equal), key=lambda one: (one.most, one.fewest))
-        one = pod_group(largest, {strategy for _, strategy in equal}, claims)
-        again = sum(other["groupName"].startswith(one["groupName"]) for other in made)
-        made.append(one | {"groupName": f"{one['groupName']}-{again + 1}" if again else one["groupName"]})
-    return made
+            groups.setdefault(f"{workers.section} {workers.each}", []).append((workers, strategy))
+    specs: list[dict[str, Any]] = []
+    for members in groups.values():
+        largest = max((workers for workers, _ in members), key=lambda group: (group.most, group.fewest))
+        spec = pod_group(largest, {strategy for _, strategy in members}, claims)
+        count = sum(previous["groupName"].startswith(spec["groupName"]) for previous in specs)
+        specs.append(spec | {"groupName": f"{spec['groupName']}-{count + 1}" if count else spec["groupName"]})
+    return specs
 
 
 def pod_group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
@@ -183,33 +183,33 @@ def pod_group(workers: Group, strategies: set[str], claims: dict[str, str]) -> d
 
     If the number of training workers is fixed, several workers share a pod, so that they exchange gradients within one node.
     """
-    each, section, count = workers.each, workers.section, workers.most
-    gpus = math.ceil(each.resources.get("GPU", 0))
+    bundle, section, count = workers.each, workers.section, workers.most
+    gpus = math.ceil(bundle.resources.get("GPU", 0))
     node_gpus = os.environ.get("NODE_GPUS") or "8"
     if not re.fullmatch("[1-9][0-9]*", node_gpus):
         raise InputError(f"found {node_gpus}, expected a number above 0", key="NODE_GPUS")
     fitting = int(node_gpus) // gpus if gpus else 1  # number of workers that fit on one node
-    alone = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
-    shared = 1 if alone else max(n for n in range(1, max(fitting, 1) + 1) if count % n == 0)
+    single = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
+    per_pod = 1 if single else max(n for n in range(1, max(fitting, 1) + 1) if count % n == 0)
     if "STRICT_PACK" in strategies and section == "scaling":
-        shared = count
+        per_pod = count
         if gpus and count > fitting:
             raise InputError(
                 f"found {fitting * gpus}, but all {count} workers must run on one node", "NODE_GPUS"
             )
-    cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
-    requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
-    requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
-    labels, nodes = pod_labels(each, section), node_selector(section)
+    cpus = 8 if gpus else math.ceil(bundle.resources.get("CPU", 1))
+    requests = {"cpu": str(cpus * per_pod), "memory": f"{(64 if gpus else 8) * per_pod}Gi"}
+    requests |= {"nvidia.com/gpu": str(gpus * per_pod)} if gpus else {}
+    labels, nodes = pod_labels(bundle, section), node_selector(section)
     if placement.GPU_LABEL in labels and not nodes:
-        why = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
+        problem = f"missing; Ray does not check the label {labels[placement.GPU_LABEL]}; select the nodes that have this GPU"
         example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
-        raise InputError(f"{why}, e.g. {example}", key=NODE_SELECTORS[section])
+        raise InputError(f"{problem}, e.g. {example}", key=NODE_SELECTORS[section])
     return {
         "groupName": "workers" if section == "scaling" else "rollout-workers",
-        "replicas": workers.fewest // shared,
-        "minReplicas": workers.fewest // shared,
-        "maxReplicas": count // shared,
+        "replicas": workers.fewest // per_pod,
+        "minReplicas": workers.fewest // per_pod,
+        "maxReplicas": count // per_pod,
         # GPU pods declare no CPUs to Ray, so that tasks without GPUs do not make the autoscaler start a GPU pod.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
@@ -221,25 +221,25 @@ def node_selector(section: str) -> dict[str, str]:
     """Returns the labels that the Kubernetes nodes of a section's pods must have."""
     text = os.environ.get(NODE_SELECTORS[section])
     try:
-        return dict(one.split("=") for one in text.split(",")) if text else {}
+        return dict(pair.split("=") for pair in text.split(",")) if text else {}
     except ValueError as error:
         raise InputError(f"found {text!r}, expected NAME=VALUE,...", key=NODE_SELECTORS[section]) from error
 
 
-def pod_labels(each: Bundle, section: str) -> dict[str, str]:
+def pod_labels(bundle: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that a pod needs so that Ray can place the workers in it."""
     labels = {}
-    for key, value in each.selector.items():
+    for key, value in bundle.selector.items():
         if placement.matches_labels({key: value}, {}):  # a selector that only excludes values needs no label
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL and os.environ.get("GPU"):
             names = [os.environ["GPU"]]
         fitting = [name for name in names if placement.matches_labels({key: value}, {key: name})]
-        what = "GPU" if key == placement.GPU_LABEL else key
-        if not fitting or (what == "GPU" and len(fitting) > 1):
+        label = "GPU" if key == placement.GPU_LABEL else key
+        if not fitting or (label == "GPU" and len(fitting) > 1):
             raise InputError(
-                f"{what}: found {', '.join(names)}, expected one of {value}", f"{section}.label_selector"
+                f"{label}: found {', '.join(names)}, expected one of {value}", f"{section}.label_selector"
             )
         labels[key] = fitting[0]
     return labels
@@ -259,12 +259,12 @@ def make_pod(
     nodes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns a pod that mounts `claims`, and that runs on nodes with the labels `nodes`."""
-    made = copy.deepcopy(TEMPLATE["pod"])
-    spec, (main,) = made["spec"], made["spec"]["containers"]
+    pod = copy.deepcopy(TEMPLATE["pod"])
+    spec, (main,) = pod["spec"], pod["spec"]["containers"]
     image = os.environ.get("IMAGE", "")
     if not image or "OWNER" in image:
-        why = f"found {image!r}, expected an image that you pushed; run make image REGISTRY=..."
-        raise InputError(why, key="IMAGE")
+        problem = f"found {image!r}, expected an image that you pushed; run make image REGISTRY=..."
+        raise InputError(problem, key="IMAGE")
     spec["serviceAccountName"] = ACCOUNTS[container]
     main |= {"name": container, "image": image}
     main["resources"] = {"requests": resources, "limits": dict(resources)}
@@ -279,15 +279,15 @@ def make_pod(
         spec["nodeSelector"] = nodes
     if priority_class := os.environ.get("PRIORITY_CLASS"):
         spec["priorityClassName"] = priority_class
-    return made
+    return pod
 
 
 def main(arguments: list[str]) -> int:
     try:
-        paths = [one for one in arguments if "=" not in one]
+        paths = [argument for argument in arguments if "=" not in argument]
         if not paths:
             raise InputError("expected a folder of jobs or job files, such as jobs/velo run.storage_path=...")
-        made = manifest(paths, [one for one in arguments if "=" in one])
+        document = manifest(paths, [argument for argument in arguments if "=" in argument])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -295,7 +295,7 @@ def main(arguments: list[str]) -> int:
     command = shlex.join([*variables, "python", "-m", "pipeline.cloud.rayjob", *arguments])
     print(f"# Made by: {command}")
     print("# docs/clusters.md explains this file. To apply it: kubectl apply -f THIS_FILE")
-    print(yaml.safe_dump(made, sort_keys=False, width=120), end="")
+    print(yaml.safe_dump(document, sort_keys=False, width=120), end="")
     return 0
 
 

@@ -52,13 +52,13 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     with api.first_contact():
         cluster = preflight.query_cluster(api.get, api.address)
     files = preflight.upload_files()
-    for one in workloads:
-        preflight.check_storage(one.storage_path, one.tracking_uri, cluster)
-        preflight.check_paths_on_cluster(one.paths, cluster, files)
-        preflight.check_resources(one.places, cluster)
-        preflight.check_memory(one, cluster)
+    for job in workloads:
+        preflight.check_storage(job.storage_path, job.tracking_uri, cluster)
+        preflight.check_paths_on_cluster(job.paths, cluster, files)
+        preflight.check_resources(job.places, cluster)
+        preflight.check_memory(job, cluster)
     submission = next_attempt(api, name)
-    variables = forwarded_variables(judge_key_variables(file for one in workloads for file in one.judges))
+    variables = forwarded_variables(judge_key_variables(file for job in workloads for file in job.judges))
     verbosity = [flag for flag, level in terminal.FLAGS.items() if level == terminal.screen.level][:1]
     size = sum(files.values()) / 2**20
     print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
@@ -102,8 +102,8 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 def check_registry(command: str, references: Iterable[str], tracking_uri: str | None) -> None:
     """Raises InputError if a command that runs on this machine needs registered models, but no MLflow server is set."""
-    named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if named or not any(InputURI.parse(reference).is_registered for reference in references):
+    server = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if server or not any(InputURI.parse(reference).is_registered for reference in references):
         return
     raise InputError(
         f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, whose registry does not contain the cluster's "
@@ -137,11 +137,11 @@ def judge_key_variables(files: Iterable[str]) -> set[str]:
     return {variable for file in files if (variable := judge.read_definition(file).api_key_variable)}
 
 
-def forwarded_variables(also: Iterable[str] = ()) -> dict[str, str]:
-    """Returns {name: value} for those environment variables in FORWARDED, `also` and $FORWARD that are set."""
-    known = {*FORWARDED, *also}
-    names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
-    if unset := sorted(name for name in names - known if not os.environ.get(name)):
+def forwarded_variables(extra: Iterable[str] = ()) -> dict[str, str]:
+    """Returns {name: value} for those environment variables in FORWARDED, `extra` and $FORWARD that are set."""
+    optional = {*FORWARDED, *extra}
+    names = {*optional, *os.environ.get("FORWARD", "").replace(",", " ").split()}
+    if unset := sorted(name for name in names - optional if not os.environ.get(name)):
         raise InputError(f"FORWARD: {', '.join(unset)} is not set; export it, or remove it from FORWARD")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
@@ -151,12 +151,12 @@ def next_attempt(api: "Api", name: str) -> str:
 
     Raises InputError if a submission with this name is still running.
     """
-    earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
-    if running := [job for job in earlier if not job.status.is_terminal()]:
+    attempts = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
+    if running := [job for job in attempts if not job.status.is_terminal()]:
         state = f"{running[0].status.value.lower()} on this cluster ({running[0].submission_id})"
         advice = f"to see its log, run make logs NAME={name}; to stop it, run make stop NAME={name}; or set a different run.name"
         raise InputError(f"{name!r} is {state}; {advice}", key="run.name")
-    return f"{name}.{len(earlier) + 1}" if earlier else name
+    return f"{name}.{len(attempts) + 1}" if attempts else name
 
 
 # ------------------------------------------------------------------------------------------------------ the API
@@ -201,8 +201,8 @@ class Api:
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
         except Exception as error:  # a vendor's module may parse the address and raise any exception
-            why = f"{address!r} is not an address that Ray can parse ({in_brief(error)})"
-            raise InputError(why, key="RAY_ADDRESS") from error
+            problem = f"{address!r} is not an address that Ray can parse ({in_brief(error)})"
+            raise InputError(problem, key="RAY_ADDRESS") from error
         self.address = info.address
         self.access: dict[str, Any] = {"headers": info.headers or {}, "cookies": info.cookies}
 
@@ -225,26 +225,26 @@ class Api:
         import requests
 
         seconds = (3, 10)  # time limits for the connection and for the response
-        answer = requests.get(self.address + path, timeout=seconds, **self.access)
-        if answer.status_code in (401, 403):
+        response = requests.get(self.address + path, timeout=seconds, **self.access)
+        if response.status_code in (401, 403):
             advice = "copy ~/.ray/auth_token from the head to the same path on this machine, or export RAY_AUTH_TOKEN"
             raise InputError(f"the cluster at {self.address} rejects the token; {advice}", key="RAY_ADDRESS")
-        answer.raise_for_status()
-        return answer.json()
+        response.raise_for_status()
+        return response.json()
 
     def client(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
-        for chatty in CHATTY:
-            logging.getLogger(chatty).setLevel(logging.ERROR)
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
         return JobSubmissionClient(self.address, **self.access)
 
     def jobs(self) -> list[Any]:
         """Returns Ray's JobDetails of all submissions to the cluster, oldest first."""
         with self.first_contact():
             self.get("/api/version")
-            listed = [job for job in self.client().list_jobs() if job.submission_id]
-            return sorted(listed, key=lambda job: job.start_time or 0)
+            submissions = [job for job in self.client().list_jobs() if job.submission_id]
+            return sorted(submissions, key=lambda job: job.start_time or 0)
 
     def submit(self, **job: Any) -> None:
         """Uploads and submits a job. Retries for a minute, because a head that has just started cannot run jobs yet."""
@@ -271,18 +271,18 @@ def follow_submission(api: Api, submission: str) -> int:
     import aiohttp
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
-    shown, named = 0, False  # number of printed characters, and whether the log has a line with `error: `
+    shown, failed = 0, False  # number of printed characters, and whether the log has a line with `error: `
     silent_since, problem = None, ""  # time of the first failed request, and why reading the log failed
 
     async def tail(client: Any) -> None:
-        nonlocal shown, named, problem
-        seen = 0
+        nonlocal shown, failed, problem
+        received = 0
         async for text in client.tail_job_logs(submission):
-            seen += len(text)
-            named |= "error: " in text
-            if seen > shown:
-                print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
-                shown, problem = seen, ""
+            received += len(text)
+            failed |= "error: " in text
+            if received > shown:
+                print(text[max(0, len(text) - (received - shown)) :], end="", flush=True)
+                shown, problem = received, ""
 
     def report(error: Exception) -> None:
         nonlocal problem
@@ -321,7 +321,7 @@ def follow_submission(api: Api, submission: str) -> int:
     if status == "SUCCEEDED":
         return 0
     # A library may also end the process with status 2, but then the log has no error message of the pipeline.
-    if status == "FAILED" and (code == 1 or (code == 2 and named)):
+    if status == "FAILED" and (code == 1 or (code == 2 and failed)):
         return int(code)  # the job's log already contains the error message
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
     return 1
@@ -346,9 +346,9 @@ def main(arguments: list[str]) -> int:
                 print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
             return 0
         names = [(job.submission_id, (job.metadata or {}).get("run")) for job in jobs]
-        matching = [known[0] for known in names if not name or name in known]
+        matching = [ids[0] for ids in names if not name or name in ids]
         if not matching:
-            newest = ", ".join(known[0] for known in names[-10:]) or "none"
+            newest = ", ".join(ids[0] for ids in names[-10:]) or "none"
             raise InputError(f"NAME: no job {name!r} on {api.address}; the newest jobs are {newest}")
         if verb == "logs":
             return follow_submission(api, matching[-1])

@@ -44,13 +44,13 @@ def workload_of(job: Job) -> Workload:
             return None
         return plan.make_plan(sections_of(job, places), learns=section == "scaling")
 
-    named = {
+    names = {
         "model.name_or_path": job.model.name_or_path,
         "model.chat_template": job.model.chat_template,
         **{key: name.removeprefix(JUDGE) for key, name in job.inputs.items()},
     }
-    there = [(key, name) for key, name in named.items() if name and (os.path.exists(name) or name[0] in "/~")]
-    paths = [("the job file", job.source), *job.paths, *there]
+    local = [(key, name) for key, name in names.items() if name and (os.path.exists(name) or name[0] in "/~")]
+    paths = [("the job file", job.source), *job.paths, *local]
     return Workload(
         stage=job.stage,
         source=job.source,

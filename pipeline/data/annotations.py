@@ -24,32 +24,32 @@ class Answered(dict[str, Any]):
 
 def flatten_annotation(row: Any, labels: Iterable[str] = ()) -> Any:
     """Converts a record of an annotation tool to a row. Returns other rows unchanged. Unanswered columns in `labels` are null."""
-    answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
-    fields, others = dict[str, Any](), set[str]()
-    if isinstance(known.get("data"), dict) and isinstance(known.get("annotations"), list):
-        fields, others = known["data"], {"data", "annotations"}
-        for one in _objects(known["annotations"]):
-            for result in () if one.get("was_cancelled") else _objects(one.get("result")):
+    answers, record = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
+    fields, tool_keys = dict[str, Any](), set[str]()
+    if isinstance(record.get("data"), dict) and isinstance(record.get("annotations"), list):
+        fields, tool_keys = record["data"], {"data", "annotations"}
+        for annotation in _objects(record["annotations"]):
+            for result in () if annotation.get("was_cancelled") else _objects(annotation.get("result")):
                 value, key = result.get("value"), ANSWERS.get(str(result.get("type")))
                 if isinstance(value, dict) and key in value:
                     answers[str(result.get("from_name"))].append(_only(value[key]))
-    elif isinstance(known.get("fields"), dict) and isinstance(known.get("responses"), dict):
-        fields, others = known["fields"], {"fields", "responses"}
-        for question, given in known["responses"].items():
-            answers[question] = [one.get("value") for one in _objects(given)]
+    elif isinstance(record.get("fields"), dict) and isinstance(record.get("responses"), dict):
+        fields, tool_keys = record["fields"], {"fields", "responses"}
+        for question, responses in record["responses"].items():
+            answers[question] = [response.get("value") for response in _objects(responses)]
     else:
-        for name in [name for name in known if name.endswith(".responses") and f"{name}.status" in known]:
-            pairs = zip(known[name] or (), known[f"{name}.status"] or (), strict=False)
-            answers[name.removesuffix(".responses")] = [one for one, state in pairs if state == "submitted"]
-            others |= {name, f"{name}.status", f"{name}.users"}
-    if not others:
+        for name in [name for name in record if name.endswith(".responses") and f"{name}.status" in record]:
+            pairs = zip(record[name] or (), record[f"{name}.status"] or (), strict=False)
+            answers[name.removesuffix(".responses")] = [v for v, state in pairs if state == "submitted"]
+            tool_keys |= {name, f"{name}.status", f"{name}.users"}
+    if not tool_keys:
         return row
-    columns = {name: _only(given) if given else None for name, given in answers.items()}
+    columns = {name: _only(values) if values else None for name, values in answers.items()}
     empty = dict.fromkeys([*labels] if any(answers.values()) else [*labels, "label"])
-    rest = {name: value for name, value in known.items() if name not in others}
-    made = Answered({**empty, **rest, **fields, **columns})
-    made.questions = frozenset(columns)
-    return made
+    other_columns = {name: value for name, value in record.items() if name not in tool_keys}
+    answered = Answered({**empty, **other_columns, **fields, **columns})
+    answered.questions = frozenset(columns)
+    return answered
 
 
 def _only(items: Any) -> Any:
@@ -57,4 +57,4 @@ def _only(items: Any) -> Any:
 
 
 def _objects(items: Any) -> list[dict[str, Any]]:
-    return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []

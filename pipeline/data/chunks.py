@@ -73,11 +73,11 @@ def plan_chunks(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) ->
         except zlib.error:  # the task that reads the file reports the error
             head = b""
     start = head.removeprefix(codecs.BOM_UTF8)
-    for pattern, found in FOREIGN.items():
+    for pattern, description in FOREIGN.items():
         if re.match(pattern, start):
-            raise InputError(f"data: {escape_controls(file.path, lines=False)} is {found}")
-    text: Format = "array" if start.lstrip()[:1] == b"[" else "lines"
-    format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
+            raise InputError(f"data: {escape_controls(file.path, lines=False)} is {description}")
+    text_format: Format = "array" if start.lstrip()[:1] == b"[" else "lines"
+    format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text_format
     parts = [(0, -1, file.size)]  # (start, stop, bytes). If data.group_by is set, the file is one chunk.
     if format in ("parquet", "arrow") and not group_by:
         parts = split_table_file(path, format, file.size, chunk_bytes)
@@ -101,10 +101,10 @@ def chunk_rows(chunk: FileChunk) -> Iterator[Row]:
     the row.
     """
     if chunk.format in ("parquet", "arrow"):
-        found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
+        rows = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
     else:
-        found = text_rows(chunk.path, chunk.format, chunk.zipped, chunk.start, chunk.stop)
-    return group_rows(found, chunk.group_by) if chunk.group_by else found
+        rows = text_rows(chunk.path, chunk.format, chunk.zipped, chunk.start, chunk.stop)
+    return group_rows(rows, chunk.group_by) if chunk.group_by else rows
 
 
 def group_rows(numbered: Iterator[Row], column: str) -> Iterator[Row]:
@@ -114,8 +114,8 @@ def group_rows(numbered: Iterator[Row], column: str) -> Iterator[Row]:
         has_value = isinstance(row[1], dict) and column in row[1]
         return (row[1][column],) if has_value else row[0]  # a row without this column becomes its own group
 
-    for _, same in itertools.groupby(numbered, value):
-        numbers, group, raws = zip(*same, strict=True)
+    for _, members in itertools.groupby(numbered, value):
+        numbers, group, raws = zip(*members, strict=True)
         row: Any = list(group)
         if not isinstance(row[0], dict):
             row = row[0]
@@ -129,15 +129,15 @@ def lines_before(chunk: FileChunk) -> int:
     """Returns how many lines or rows of the file come before the chunk. Only error messages use this number."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
-    count, left = 1, chunk.start - 1
-    with open_bytes(chunk.path) as raw:
-        while left and (data := raw.read(min(left, BLOCK))):
-            count, left = count + data.count(b"\n"), left - len(data)
+    count, remaining = 1, chunk.start - 1
+    with open_bytes(chunk.path) as file:
+        while remaining and (data := file.read(min(remaining, BLOCK))):
+            count, remaining = count + data.count(b"\n"), remaining - len(data)
     return count
 
 
 def locate_errors(errors: list[RowError], chunk: FileChunk) -> None:
     """Sets `file` and `unit` of errors, and converts `line` from a line number in the chunk to a line number in the file."""
-    file, before = storage.relative(chunk.path), lines_before(chunk)
+    file, offset = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:
-        error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")
+        error.file, error.line, error.unit = file, error.line + offset, UNITS.get(chunk.format, "line")

@@ -58,13 +58,13 @@ class Counts:
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
-    def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
+    def leave_out(self, split: str, number: int, problem: RowError | Dropped) -> None:
         """Counts a dropped row, for example a row that has an error or is too long."""
-        error = why if isinstance(why, RowError) else why.error
-        self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
+        error = problem if isinstance(problem, RowError) else problem.error
+        self.add(split, "dropped", problem.kind if isinstance(problem, RowError) else problem.reason)
         if error is None:
             return
-        if error is why:
+        if error is problem:
             self.add(split, "bad", error.kind)
         error.line = number
         if error.rest:
@@ -78,27 +78,27 @@ def sum_counts(
 ) -> dict[str, Counter]:
     """Returns {label: {detail: number}}: sums over all splits and sources, or over one split or one source."""
     total: dict[str, Counter] = defaultdict(Counter)
-    for one in counts:
-        if source in (None, one.chunk.source):
-            for (name, label, detail), number in one.tally.items():
+    for chunk_counts in counts:
+        if source in (None, chunk_counts.chunk.source):
+            for (name, label, detail), number in chunk_counts.tally.items():
                 if split in (None, name):
                     total[label][detail] += number
     return total
 
 
-def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
-    """Returns the counts of all chunks of the split `name`."""
-    return [one for one in counts if one.chunk.split == name]
+def of_split(split: str, counts: Iterable[Counts]) -> list[Counts]:
+    """Returns the counts of all chunks of a split."""
+    return [chunk_counts for chunk_counts in counts if chunk_counts.chunk.split == split]
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
     """Returns (first error, number of dropped rows) for each of the most frequent error reasons."""
-    rows, first = sum_counts(counts)["reasons"], dict[Reason, RowError]()
-    for one in counts:
-        for reason, error in one.errors.items():
-            first.setdefault(reason, error)
-    often = sorted(first, key=lambda reason: -rows[reason])[:FIRST]
-    return [(error, rows[reason]) for reason, error in first.items() if reason in often]
+    rows, first_of = sum_counts(counts)["reasons"], dict[Reason, RowError]()
+    for chunk_counts in counts:
+        for reason, error in chunk_counts.errors.items():
+            first_of.setdefault(reason, error)
+    frequent = sorted(first_of, key=lambda reason: -rows[reason])[:FIRST]
+    return [(error, rows[reason]) for reason, error in first_of.items() if reason in frequent]
 
 
 # ---- comparing rows -----------------------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ def hashes_of_rows(name: str, counts: Iterable[Counts], split: str) -> Any:
     """Returns an array [rows, WIDTH] with the hashes of the rows of a split. Equal rows have equal hashes."""
     import numpy as np
 
-    whole = b"".join(one.keys[name] for one in of_split(split, counts))
-    return np.frombuffer(whole, dtype=np.uint64).reshape(-1, WIDTH[name])
+    hashes = b"".join(chunk_counts.keys[name] for chunk_counts in of_split(split, counts))
+    return np.frombuffer(hashes, dtype=np.uint64).reshape(-1, WIDTH[name])
 
 
 def count_duplicates(counts: Sequence[Counts]) -> int:
@@ -130,28 +130,28 @@ def count_overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
     if not of_split("eval", counts):
         return None
     train, evaluated = (hashes_of_rows("records", counts, split) for split in ("train", "eval"))
-    prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
+    prompts, rows = (int(np.isin(evaluated[:, column], train[:, column]).sum()) for column in (0, 1))
     return prompts, rows
 
 
 # ---- texts for numbers ------------------------------------------------------------------------------------------------
 
 
-def with_unit(number: int, what: str = "row") -> str:
+def with_unit(number: int, unit: str = "row") -> str:
     """Returns a number and its unit, such as `1 row` and `2,000 rows`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
 
 
-def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
-    """Returns the `most` largest counts in descending order, and the sum of all smaller counts as `others`."""
-    named = [item for item in counts.items() if item[0] != "others"]
-    kept = dict(sorted(named, key=lambda item: (-item[1], item[0]))[:most])
-    others = sum(counts.values()) - sum(kept.values())
-    return kept | ({"others": others} if others else {})
+def most_frequent(counts: Mapping[str, int], limit: int) -> dict[str, int]:
+    """Returns the `limit` largest counts in descending order, and the sum of all smaller counts as `others`."""
+    entries = [item for item in counts.items() if item[0] != "others"]
+    largest = dict(sorted(entries, key=lambda item: (-item[1], item[0]))[:limit])
+    others = sum(counts.values()) - sum(largest.values())
+    return largest | ({"others": others} if others else {})
 
 
 def versions_in_words(versions: Mapping[str, int], kept: int) -> str:
     """Describes which model versions generated `kept` rows: `300 rows from models:/demo-ppo/3, 12 without a version`."""
-    named = [f"{with_unit(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
-    rest = kept - sum(versions.values())
-    return ", ".join([*named, *([f"{rest:,} without a version"] if rest else [])])
+    phrases = [f"{with_unit(rows)} from {version}" for version, rows in most_frequent(versions, 8).items()]
+    unversioned = kept - sum(versions.values())
+    return ", ".join([*phrases, *([f"{unversioned:,} without a version"] if unversioned else [])])

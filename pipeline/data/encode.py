@@ -82,11 +82,11 @@ class Encoder:
                 rendered.append((self._spans if marks_tokens else self._texts)(record))
             except RowError as error:
                 rendered.append(error)
-        good = [item for item in rendered if not isinstance(item, RowError)]
+        valid = [item for item in rendered if not isinstance(item, RowError)]
         if marks_tokens:
-            encodings = iter(self.encodings([item[0] for item in good], self.backend.encode_batch))
+            encodings = iter(self.encodings([item[0] for item in valid], self.backend.encode_batch))
         else:
-            ids = iter(self.ids([text for item in good for pair in item for text in pair]))
+            ids = iter(self.ids([text for item in valid for pair in item for text in pair]))
         outcomes: list[list[Outcome]] = []
         for record, item in zip(records, rendered, strict=True):
             if isinstance(item, RowError):
@@ -94,8 +94,8 @@ class Encoder:
             elif marks_tokens:
                 outcomes.append([self._labelled(next(encodings), *item)])
             else:
-                made = [self._fit(record, at, [next(ids) for _ in pair]) for at, pair in enumerate(item)]
-                outcomes.append(self._distinct(made))
+                examples = [self._fit(record, i, [next(ids) for _ in pair]) for i, pair in enumerate(item)]
+                outcomes.append(self._distinct(examples))
         return outcomes
 
     def special_in(self, record: Record) -> list[str]:
@@ -116,15 +116,15 @@ class Encoder:
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
-            whole = self.chat.render([prompt, completion], False)
+            text = self.chat.render([prompt, completion], False)
         except RowError:
             return None
-        ids = self.ids([(whole, None)])[0]
+        ids = self.ids([(text, None)])[0]
         if len(self.ended(ids)) <= len(ids):
             return None
         names = self.tokenizer.convert_ids_to_tokens(sorted(self.ends))
-        stops = ", ".join(f"{name} (id {at})" for at, name in zip(sorted(self.ends), names, strict=True))
-        return whole[whole.rfind(completion["content"]) + len(completion["content"]) :], stops
+        stops = ", ".join(f"{name} (id {stop})" for stop, name in zip(sorted(self.ends), names, strict=True))
+        return text[text.rfind(completion["content"]) + len(completion["content"]) :], stops
 
     # ---- text -> ids -------------------------------------------------------------------------------------------
 
@@ -153,17 +153,17 @@ class Encoder:
 
     def ended(self, ids: list[int]) -> list[int]:
         """Removes white space after the last end token, or appends the EOS token if the ids do not end with an end token."""
-        for at in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
-            if ids[at] in self.ends:
-                if at + 1 == len(ids) or not self.tokenizer.decode(ids[at + 1 :]).strip():
-                    return ids[: at + 1]
+        for index in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
+            if ids[index] in self.ends:
+                if index + 1 == len(ids) or not self.tokenizer.decode(ids[index + 1 :]).strip():
+                    return ids[: index + 1]
                 break
         return [*ids, self.eos]
 
     def blank(self, ids: list[int]) -> bool:
         """Returns True if token ids contain only control tokens and white space."""
-        rest = set(ids) - self.silent
-        return len(rest) <= FEW and not self.tokenizer.decode(sorted(rest)).strip()
+        content_ids = set(ids) - self.silent
+        return len(content_ids) <= FEW and not self.tokenizer.decode(sorted(content_ids)).strip()
 
     # ---- prompts and completions ----------------------------------------------------------------------------------
 
@@ -176,14 +176,14 @@ class Encoder:
                 wholes = [prompt, *(prompt + str(completion) for completion in completions)]
             else:
                 chat = self.chat.of_row(record.tools, record.template_kwargs)
-                both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
-                wholes = [both[0][0] if both else chat.render_prompt(prompt), *(whole for _, whole in both)]
+                pairs = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
+                wholes = [pairs[0][0] if pairs else chat.render_prompt(prompt), *(text for _, text in pairs)]
                 self._note_unseen(record, chat, prompt, wholes[0], True)
             texts.append([(whole, escaping) for whole in wholes])
         return texts
 
-    def _fit(self, record: Record, at: int, ids: list[list[int]]) -> Outcome:
-        """Returns the example for pair `at` of a record, from the ids of the prompt, with and without completions."""
+    def _fit(self, record: Record, index: int, ids: list[list[int]]) -> Outcome:
+        """Returns the example for pair `index` of a record, from the ids of the prompt, with and without completions."""
         prompt, *sides = ids[0], *map(self.ended, ids[1:])
         border = min([len(prompt), *(min(shared_length(prompt, side), len(side) - 1) for side in sides)])
         prompt, sides = prompt[:border], [side[border:] for side in sides]
@@ -203,11 +203,11 @@ class Encoder:
                 return self.over_length(length)
             if not sides:
                 # Truncate the prompt on the left, because the question is at the end of the prompt.
-                begin = prompt[:1] if prompt[0] == self.bos else []
-                prompt = begin + prompt[length - self.max_length + len(begin) :]
+                bos = prompt[:1] if prompt[0] == self.bos else []
+                prompt = bos + prompt[length - self.max_length + len(bos) :]
             elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scoring must not drop rows
-                kept = self.max_length - 1
-                prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
+                limit = self.max_length - 1
+                prompt, sides = prompt[:limit], [prompt[limit:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
                 return self.prompt_too_long()
             sides = [side[: self.max_length - len(prompt)] for side in sides]
@@ -215,7 +215,7 @@ class Encoder:
                 return Dropped("equal_after_truncation")
         completion = sides[0] if sides else []
         return Example(
-            self.kind.example(record, at, prompt, sides),
+            self.kind.example(record, index, prompt, sides),
             len(prompt),
             len(completion),
             length > self.max_length,
@@ -226,19 +226,19 @@ class Encoder:
         """Replaces two consecutive examples that differ only in their label with one Dropped.
 
         Truncation can make the completions of a pair equal."""
-        kept: list[Outcome] = []
-        for one in outcomes:
-            before = kept[-1] if kept else None
-            both = [
-                made.columns
-                for made in (before, one)
-                if isinstance(made, Example) and "label" in made.columns
+        distinct: list[Outcome] = []
+        for outcome in outcomes:
+            previous = distinct[-1] if distinct else None
+            columns = [
+                example.columns
+                for example in (previous, outcome)
+                if isinstance(example, Example) and "label" in example.columns
             ]
-            if len(both) == 2 and both[0] | {"label": None} == both[1] | {"label": None}:
-                kept[-1] = Dropped("equal_after_truncation")
+            if len(columns) == 2 and columns[0] | {"label": None} == columns[1] | {"label": None}:
+                distinct[-1] = Dropped("equal_after_truncation")
             else:
-                kept.append(one)
-        return kept
+                distinct.append(outcome)
+        return distinct
 
     # ---- demonstrations ----------------------------------------------------------------------------------------
 
@@ -246,24 +246,24 @@ class Encoder:
         """Returns the rendered text, its trained spans, and whether the last turn is trained."""
         prompt, (completion,), escaping = self.turns(record, record.pairs[0])
         if isinstance(prompt, str):
-            whole = prompt + str(completion)
-            return (whole, escaping), [(len(prompt), len(whole))], True
+            text = prompt + str(completion)
+            return (text, escaping), [(len(prompt), len(text))], True
         turns = [*prompt, *completion]
         chat = self.chat.of_row(record.tools, record.template_kwargs)
-        whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
-        if not contains_after(whole, prompt[-1]["content"].strip()):
+        text, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
+        if not contains_after(text, prompt[-1]["content"].strip()):
             # Raises RowError if the template drops or changes the last turn of the prompt.
             chat.render_prompt(prompt)
-        self._note_unseen(record, chat, turns, whole, False)
-        return (whole, escaping), spans, len(turns) - 1 not in record.untrained
+        self._note_unseen(record, chat, turns, text, False)
+        return (text, escaping), spans, len(turns) - 1 not in record.untrained
 
     @staticmethod
-    def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
+    def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, prompted: bool) -> None:
         """Adds thoughts of earlier turns (as in Qwen3) and other keys to `record.unread` if the chat template omits them.
 
         Args:
             text: the turns, as the template renders them.
-            asks: whether the text ends with a generation prompt.
+            prompted: whether the text ends with a generation prompt.
         """
         unseen = (
             []
@@ -272,8 +272,8 @@ class Encoder:
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
         for key in sorted(keys):  # the template may use the key's name for another purpose
-            without = [{name: one for name, one in turn.items() if name != key} for turn in turns]
-            if chat.render(without, asks) == text:
+            reduced = [{name: value for name, value in turn.items() if name != key} for turn in turns]
+            if chat.render(reduced, prompted) == text:
                 unseen.append(f"messages[].{key}")
         record.unread = tuple(dict.fromkeys([*record.unread, *unseen]))
 
@@ -285,31 +285,31 @@ class Encoder:
             first, last = bisect_left(starts, begin), bisect_left(starts, stop)
             trained[first:last] = [True] * (last - first)
         self._train_ends(ids, trained, text[0], offsets)
-        kept = len(self.ended(ids)) if ids and ids[-1] not in self.ends else len(ids)
-        if kept > len(ids):
+        length = len(self.ended(ids)) if ids and ids[-1] not in self.ends else len(ids)
+        if length > len(ids):
             ids, trained = [*ids, self.eos], [*trained, trains_end]
         else:
-            ids, trained = ids[:kept], trained[:kept]
+            ids, trained = ids[:length], trained[:length]
         with_bos = self.one_bos(ids)
         trained = [False] * (len(with_bos) - len(ids)) + trained[max(len(ids) - len(with_bos), 0) :]
         return self._fit_labels(with_bos, trained)
 
-    def _train_ends(self, ids: list[int], trained: list[bool], whole: str, offsets: list[Span]) -> None:
+    def _train_ends(self, ids: list[int], trained: list[bool], text: str, offsets: list[Span]) -> None:
         """Marks the end token of each completion as trained, and the template's white space after the end token as untrained."""
-        at = 0
-        while True in trained[at:]:
-            at = trained.index(True, at)
-            stop = trained.index(False, at) if False in trained[at:] else len(ids)
+        start = 0
+        while True in trained[start:]:
+            start = trained.index(True, start)
+            stop = trained.index(False, start) if False in trained[start:] else len(ids)
             if ids[stop - 1] not in self.ends and stop < len(ids) and ids[stop] in self.ends:
                 # Some templates write the end token after the trained span, for example after the generation block.
                 trained[stop] = True
                 stop += 1
             last = stop - 1
-            while last > at and ids[last] not in self.ends and not whole[slice(*offsets[last])].strip():
+            while last > start and ids[last] not in self.ends and not text[slice(*offsets[last])].strip():
                 last -= 1
             if ids[last] in self.ends:
                 trained[last + 1 : stop] = [False] * (stop - last - 1)
-            at = stop
+            start = stop
 
     def _fit_labels(self, ids: list[int], trained: list[bool]) -> Outcome:
         length = len(ids)
@@ -318,9 +318,9 @@ class Encoder:
                 return self.over_length(length)
             ids, trained = ids[: self.max_length], trained[: self.max_length]
         # The first token is not trained, because no earlier token predicts it.
-        if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
+        if self.blank([token for token, is_trained in zip(ids[1:], trained[1:], strict=True) if is_trained]):
             return self.prompt_too_long() if length > self.max_length else without_tokens("completion")
-        labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
+        labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
         columns, count = {"input_ids": ids, "labels": labels}, sum(trained)
         ended = not self.ends.isdisjoint(labels)
         return Example(columns, len(ids) - count, count, length > self.max_length, ended)
@@ -337,7 +337,7 @@ class Encoder:
         prompt = record.prompt
         if isinstance(prompt, str) and self.apply_template:
             prompt = as_turns(prompt)
-            completions = tuple([{"role": "assistant", "content": str(one)}] for one in completions)
+            completions = tuple([{"role": "assistant", "content": str(text)}] for text in completions)
         turns = [turn for part in (prompt, *completions) for turn in as_turns(part)]
         objects = [value for turn in turns for value in turn.values() if not isinstance(value, str)]
         if self.control.as_text and any(objects := [record.tools, record.template_kwargs, *objects]):
@@ -347,7 +347,7 @@ class Encoder:
         escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:
             return prompt, completions, None
-        return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
+        return escaped(prompt, escaping), tuple(escaped(side, escaping) for side in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
         """Returns a RowError or Dropped for a row that is too long, depending on data.overlong."""

@@ -51,64 +51,66 @@ class File:
 Paths = tuple[list[str], str]  # (files of a dataset's split, commit of the dataset on the Hub)
 
 
-def find_files(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
+def find_files(spec: Any, key: str, unread: dict[str, str] | None = None) -> list[File]:
     """Returns the files of a job's sources. Error messages contain the setting `key`.
 
-    Adds the unread files of folders to `aside`, as {path: reason}. If the key is `data`, adds only files that contain no rows.
+    Adds the unread files of folders to `unread`, as {path: reason}. If the key is `data`, adds only files that contain no rows.
     """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
         check_reachable(source.location, key)
         with readable_files(source.location, key):
-            found = matching_files(source.location, key, {} if aside is None else aside)
-        files += [replace(file, source=index) for file in found]
+            matches = matching_files(source.location, key, {} if unread is None else unread)
+        files += [replace(file, source=index) for file in matches]
     return files
 
 
-def check_reachable(item: str, key: str) -> None:
+def check_reachable(location: str, key: str) -> None:
     """Raises InputError if the bucket of a path cannot be reached."""
-    if not item.startswith(HUB):
-        with readable_files(item, key):
-            storage.reach(item)
+    if not location.startswith(HUB):
+        with readable_files(location, key):
+            storage.reach(location)
 
 
-def matching_files(item: str, key: str, aside: dict[str, str]) -> list[File]:
-    """Returns the files of a path, glob, folder or URI. Adds unread files to `aside`. Raises InputError if no file is found."""
-    if found := files_of(item, key):
+def matching_files(location: str, key: str, unread: dict[str, str]) -> list[File]:
+    """Returns the files of a path, glob, folder or URI. Adds unread files to `unread`. Raises InputError if no file is found."""
+    if dataset := files_of(location, key):
         files = []
-        for path in found[0]:
+        for path in dataset[0]:
             fs, inner = storage.filesystem(path)
-            files.append(replace(as_file(path, fs.get_file_info(inner)), revision=found[1]))
+            files.append(replace(as_file(path, fs.get_file_info(inner)), revision=dataset[1]))
         return files
-    fs, inner = storage.filesystem(item)
+    fs, inner = storage.filesystem(location)
     info = fs.get_file_info(inner)
     if info.is_file:
-        return [as_file(item, info)]
+        return [as_file(location, info)]
     infos = list[Any]()
     if info.type.name == "Directory":
-        infos, others = in_folder(fs, inner, key)
-        problem = f"the folder {item!r} has no data file; expected files named *{', *'.join(SUFFIXES)}"
-        aside |= {as_file(item, one).path: why for one, why in others.items()}
-        if held := [as_file(item, one).path for one, why in others.items() if why == BY_NAME]:
-            what = f"the names of all files in {item!r} mark them as evaluation data"
-            problem = f"{what}; list the training files: {', '.join(held)}"
+        infos, skipped = in_folder(fs, inner, key)
+        problem = f"the folder {location!r} has no data file; expected files named *{', *'.join(SUFFIXES)}"
+        unread |= {as_file(location, info).path: reason for info, reason in skipped.items()}
+        if by_name := [as_file(location, info).path for info, reason in skipped.items() if reason == BY_NAME]:
+            cause = f"the names of all files in {location!r} mark them as evaluation data"
+            problem = f"{cause}; list the training files: {', '.join(by_name)}"
     elif any(char in inner for char in "*?["):
         infos = files_below(fs, inner, pattern=True)
         problem = (
-            f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected a pattern for data files, such as "
+            f"the pattern {location!r} matches no file (looked in {os.getcwd()}); expected a pattern for data files, such as "
             "jobs/demo/data/pref*.jsonl"
         )
     else:
         parent = os.path.dirname(inner)
-        names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
-        close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
-        hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
-        problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+        siblings = os.listdir(parent) if not storage.is_remote(location) and os.path.isdir(parent) else []
+        matches = difflib.get_close_matches(os.path.basename(inner), siblings, 1, 0.7)
+        hint = f"; did you mean {os.path.join(os.path.dirname(location), matches[0])!r}?" if matches else ""
+        problem = (
+            f"there is no file {location!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+        )
         if info.type.name == "Unknown":  # rows are read several times, but a pipe can be read only once
-            problem = f"{item!r} is a pipe or a device; write the rows to a file, and use this file"
+            problem = f"{location!r} is a pipe or a device; write the rows to a file, and use this file"
     if not infos:
         raise InputError(problem, key=key)
-    return [as_file(item, one) for one in infos]
+    return [as_file(location, info) for info in infos]
 
 
 def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]:
@@ -117,40 +119,40 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
     data.train skips files for evaluation. data.eval reads only files for evaluation if the folder has any. `data` reads all
     files.
     """
-    found = [one for one in files_below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
-    rows = [one for one in found if one.path.lower().endswith(SUFFIXES)]
-    held = [one for one in rows if is_held_out(os.path.relpath(one.path, inner))]
-    read = rows
+    infos = [info for info in files_below(fs, inner) if not ASIDE.fullmatch(info.base_name)]
+    data_files = [info for info in infos if info.path.lower().endswith(SUFFIXES)]
+    held_out = [info for info in data_files if is_held_out(os.path.relpath(info.path, inner))]
+    inputs = data_files
     if key == "data.train":
-        read = [one for one in rows if one not in held]
+        inputs = [info for info in data_files if info not in held_out]
     elif key != "data":
-        read = held or rows
-    return read, {one: BY_NAME if one in rows else "not a data file" for one in found if one not in read}
+        inputs = held_out or data_files
+    return inputs, {f: BY_NAME if f in data_files else "not a data file" for f in infos if f not in inputs}
 
 
 def is_held_out(name: str) -> bool:
     """Returns True if a word in a path means that its rows are for evaluation, as in `data/test-00000-of-00001.parquet`."""
-    joined = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
-    return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
+    normalized = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
+    return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", normalized))
 
 
 def files_below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     """Returns the files that match a pattern, or all files below a folder, except hidden ones, in the order of their paths."""
     from fsspec.implementations.arrow import ArrowFSWrapper
 
-    wrapped = ArrowFSWrapper(fs)
-    paths = sorted(wrapped.glob(inner) if pattern else wrapped.find(inner), reverse=True)
+    wrapper = ArrowFSWrapper(fs)
+    paths = sorted(wrapper.glob(inner) if pattern else wrapper.find(inner), reverse=True)
     start = min(map(inner.find, [char for char in "*?[" if char in inner])) - 1 if pattern else len(inner)
     paths = [path for path in paths if "/." not in path[start:]]
     # Do not follow a link to a parent folder, which would list each file repeatedly.
-    once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
-    infos = fs.get_file_info([*once.values()])
+    unique = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
+    infos = fs.get_file_info([*unique.values()])
     return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
 
 
-def as_file(item: str, info: Any) -> File:
-    scheme = item.split("://")[0] + "://" if storage.is_remote(item) else ""
-    path = item if scheme and item.endswith(info.path) else scheme + info.path
+def as_file(location: str, info: Any) -> File:
+    scheme = location.split("://")[0] + "://" if storage.is_remote(location) else ""
+    path = location if scheme and location.endswith(info.path) else scheme + info.path
     return File(path if scheme else storage.relative(info.path), info.size or 0, info.mtime_ns or 0)
 
 
@@ -172,7 +174,7 @@ def unreadable_file(path: str, error: OSError) -> InputError:
 
 
 @contextmanager
-def readable_files(item: str, key: str) -> Iterator[None]:
+def readable_files(location: str, key: str) -> Iterator[None]:
     """Turns errors of pyarrow, the datasets library and clients of cloud storage into InputError."""
     try:
         yield
@@ -180,48 +182,50 @@ def readable_files(item: str, key: str) -> Iterator[None]:
         raise
     except Exception as error:  # each library raises its own types of exceptions
         raise InputError(
-            f"{item!r} cannot be read ({in_brief(error, 300)}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
+            f"{location!r} cannot be read ({in_brief(error, 300)}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
             "credentials in the environment",
             key=key,
         ) from error
 
 
-def files_of(item: str, key: str) -> Paths | None:
-    """Returns the files of the dataset `item`, or None if `item` is not a dataset. `item` is a value of the setting `key`.
+def files_of(location: str, key: str) -> Paths | None:
+    """Returns the files of a dataset, or None if `location` is not a dataset. `location` is a value of the setting `key`.
 
     Raises InputError if the dataset lacks the config or split, if its file format is unsupported, or if the Hub cannot be
     reached.
     """
-    with readable_files(item, key):
-        if item.startswith(HUB):
-            return _on_hub(item, key)
-        last = item.rstrip("/").rpartition("/")[2]
-        if storage.is_remote(item):
-            return None if re.search(r"[.*?\[]", last) else _saved(item, "", item, key)
-        folder = storage.absolute(item)
+    with readable_files(location, key):
+        if location.startswith(HUB):
+            return _on_hub(location, key)
+        name = location.rstrip("/").rpartition("/")[2]
+        if storage.is_remote(location):
+            return None if re.search(r"[.*?\[]", name) else _saved(location, "", location, key)
+        folder = storage.absolute(location)
         if os.path.isdir(folder):
-            return _in_folder(folder, "", "", item, key)
-        if os.path.exists(folder) or re.search(r"[.*?\[]", last):
+            return _in_folder(folder, "", "", location, key)
+        if os.path.exists(folder) or re.search(r"[.*?\[]", name):
             return None
-        above, colon, config = folder.rpartition(":")
-        if colon and os.path.isdir(above):
+        parent, colon, config = folder.rpartition(":")
+        if colon and os.path.isdir(parent):
             config, _, split = config.partition("/")
-            return _in_folder(above, config, split, item, key, named=True)
-        above, _, split = folder.rpartition("/")
-        return _in_folder(above, "", split, item, key) if os.path.isdir(above) else None
+            return _in_folder(parent, config, split, location, key, explicit=True)
+        parent, _, split = folder.rpartition("/")
+        return _in_folder(parent, "", split, location, key) if os.path.isdir(parent) else None
 
 
 def _in_folder(
-    folder: str, config: str, split: str, item: str, key: str, named: bool = False
+    folder: str, config: str, split: str, location: str, key: str, explicit: bool = False
 ) -> Paths | None:
     """Returns the files of a dataset in a local folder, or None if the folder is not a dataset.
 
-    `named` is True if `item` has the syntax of a dataset. If `named` is False, a folder is a dataset only if its README assigns
-    files to splits.
+    `explicit` is True if `location` has the syntax of a dataset. If `explicit` is False, a folder is a dataset only if its README
+    assigns files to splits.
     """
-    if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
+    if (saved := None if config else _saved(folder, split, location, key)) or not (
+        explicit or _has_card(folder)
+    ):
         return saved
-    return _declared(folder, config, split, item, key), ""
+    return _declared(folder, config, split, location, key), ""
 
 
 def _has_card(folder: str) -> bool:
@@ -237,11 +241,11 @@ def _has_card(folder: str) -> bool:
     )
 
 
-def _saved(folder: str, split: str, item: str, key: str) -> Paths | None:
+def _saved(folder: str, split: str, location: str, key: str) -> Paths | None:
     """Returns the Arrow files that save_to_disk wrote into a folder for a Dataset or DatasetDict, or None."""
     if storage.exists(index := storage.join(folder, "dataset_dict.json")):
         splits = storage.read_json(index)["splits"]
-        folder = storage.join(folder, _split(splits, split, item, key))
+        folder = storage.join(folder, _split(splits, split, location, key))
     elif split:
         return None
     if not storage.exists(index := storage.join(folder, "state.json")):
@@ -250,16 +254,16 @@ def _saved(folder: str, split: str, item: str, key: str) -> Paths | None:
     return [storage.join(folder, str(file["filename"])) for file in files], ""
 
 
-def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
+def _split(splits: Sequence[str], split: str, location: str, key: str) -> str:
     """Returns the split to read: the requested split, the only split, or `train` for data.train."""
     if not split and (len(splits) == 1 or (key == "data.train" and "train" in splits)):
         return splits[0] if len(splits) == 1 else "train"
     if split in splits:
         return split
-    whole = item.removesuffix("/").removesuffix(f"/{split}") if split else item.removesuffix("/")
-    found = f"no split {split!r}" if split else "several splits"
+    path = location.removesuffix("/").removesuffix(f"/{split}") if split else location.removesuffix("/")
+    cause = f"no split {split!r}" if split else "several splits"
     raise InputError(
-        f"{item!r} has {found}; expected one of {', '.join(f'{whole}/{name}' for name in splits)}", key=key
+        f"{location!r} has {cause}; expected one of {', '.join(f'{path}/{name}' for name in splits)}", key=key
     )
 
 
@@ -267,7 +271,7 @@ def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
 
 
 def _declared(
-    path: str, config: str, split: str, item: str, key: str, revision: str | None = None
+    path: str, config: str, split: str, location: str, key: str, revision: str | None = None
 ) -> list[str]:
     """Returns the files of a split, which the datasets library finds from the README or by file name."""
     import datasets
@@ -276,42 +280,42 @@ def _declared(
         builder = datasets.load_dataset_builder(path, config or None, revision=revision, cache_dir=scratch)
     format = type(builder).__module__.split(".")[-1]
     if format not in FORMATS:
-        found = f"{item!r} has files in the format {format!r}"
-        raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
+        problem = f"{location!r} has files in the format {format!r}"
+        raise InputError(f"{problem}; expected {', '.join(FORMATS)}", key=key)
     # These settings in a README select rows inside a file or rename columns, which is not supported.
-    if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
+    if fields := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
         raise InputError(
-            f"the README of {item!r} sets `{given[0]}`; use the paths of the files instead", key=key
+            f"the README of {location!r} sets `{fields[0]}`; use the paths of the files instead", key=key
         )
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
-    return files[_split(list(files), split, item, key)]
+    return files[_split(list(files), split, location, key)]
 
 
-def _on_hub(item: str, key: str) -> Paths | None:
-    """Returns the files of a dataset on the Hub or in the local cache, or None if `item` is only a path on the Hub."""
-    match = NAME.fullmatch(item)
-    if match is None or any(sign in item for sign in "*?["):
+def _on_hub(location: str, key: str) -> Paths | None:
+    """Returns the files of a dataset on the Hub or in the local cache, or None if `location` is only a path on the Hub."""
+    match = NAME.fullmatch(location)
+    if match is None or any(char in location for char in "*?["):
         return None
-    repo, revision, config, rest = (match[name] or "" for name in ("repo", "revision", "config", "split"))
-    rest = rest.strip("/")
-    root, commit = _snapshot(item, key, repo, revision)
-    if rest and not config:
-        fs, inner = storage.filesystem(path := f"{root}/{rest}")
+    repo, revision, config, subpath = (match[name] or "" for name in ("repo", "revision", "config", "split"))
+    subpath = subpath.strip("/")
+    root, commit = _snapshot(location, key, repo, revision)
+    if subpath and not config:
+        fs, inner = storage.filesystem(path := f"{root}/{subpath}")
         if (info := fs.get_file_info(inner)).type.name != "NotFound":
             if info.is_file:
                 return [path], commit
             if storage.is_remote(root):
                 return None
-    if "/" in rest:
+    if "/" in subpath:
         raise InputError(
-            f"there is no file {item!r}; expected hf://datasets/NAME:config/split, or a path in the dataset",
+            f"there is no file {location!r}; expected hf://datasets/NAME:config/split, or a path in the dataset",
             key=key,
         )
-    source = repo if storage.is_remote(root) else root
-    return _declared(source, config, rest, item, key, commit), commit
+    dataset = repo if storage.is_remote(root) else root
+    return _declared(dataset, config, subpath, location, key, commit), commit
 
 
-def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
+def _snapshot(location: str, key: str, repo: str, revision: str) -> tuple[str, str]:
     """Returns (location, commit) of a dataset. The location is a URI with the commit, or a folder in the local cache."""
     from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
@@ -324,13 +328,13 @@ def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
         return f"{HUB}{repo}@{commit}", str(commit)
     except Exception as error:  # the HTTP client raises its own types of exceptions
         problem = (
-            f"{item!r} cannot be read from the Hub ({in_brief(error)}); expected hf://datasets/NAME:config/split, and HF_TOKEN in "
+            f"{location!r} cannot be read from the Hub ({in_brief(error)}); expected hf://datasets/NAME:config/split, and HF_TOKEN in "
             f"the environment for a private or gated dataset. Without network access, {download} on another machine, then set "
             "HF_HUB_OFFLINE=1"
         )
         if is_offline_mode():
             problem = (
-                f"{item!r} is not in the local cache, and HF_HUB_OFFLINE is set; {download} with network access, or unset "
+                f"{location!r} is not in the local cache, and HF_HUB_OFFLINE is set; {download} with network access, or unset "
                 "HF_HUB_OFFLINE"
             )
         raise InputError(problem, key=key) from error

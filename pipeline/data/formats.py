@@ -160,9 +160,9 @@ class Kind:
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Applies the job's preprocessing to a decoded row. Yields rows, RowError or Dropped."""
-        for made in self.preprocess.transformed(row):
+        for result in self.preprocess.transformed(row):
             try:
-                yield self._changed(made, note_label) if isinstance(made, dict) else made
+                yield self._changed(result, note_label) if isinstance(result, dict) else result
             except RowError as error:
                 yield error
 
@@ -170,26 +170,26 @@ class Kind:
         """Returns a row after applying data.columns and data.label, or Dropped."""
         columns = self.preprocess.columns
         row = rename_columns(row, columns, self.needed) if columns else row
-        made = self.preprocess.apply_label(row, self.has_pairs, note_label)
-        if isinstance(made, Dropped):
-            return made
-        read = self.further.union(field_names(format_of(made, self) or ""))
-        labels = {name: majority_label(made[name]) for name in LABEL_FIELDS & read & made.keys()}
-        return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**made, **labels}
+        labeled = self.preprocess.apply_label(row, self.has_pairs, note_label)
+        if isinstance(labeled, Dropped):
+            return labeled
+        fields = self.further.union(field_names(format_of(labeled, self) or ""))
+        labels = {name: majority_label(labeled[name]) for name in LABEL_FIELDS & fields & labeled.keys()}
+        return Dropped("unlabeled") if any(map(is_unrated, labels.values())) else {**labeled, **labels}
 
-    def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
-        """Returns the token row for pair `at` of a record, given the token ids of the prompt and of each completion."""
+    def example(self, record: Record, index: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
+        """Returns the token row for pair `index` of a record, given the token ids of the prompt and of each completion."""
         chosen, rejected = [*sides, None, None][:2]
         row = record.row
         if row and len(record.pairs) > 1:  # a row with several answers becomes several token rows
-            row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
+            row = json.dumps({**json.loads(row), "pair": index}, ensure_ascii=False)
         values: dict[str, Any] = dict.fromkeys(("prompt_ids", "input_ids"), prompt)
         values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
         if "margin" in self.columns:  # a reward model reads prompt and completion as one sequence
             values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
             values["margin"] = record.margin or 0.0
         if record.labels:
-            values["label"] = record.labels[at]
+            values["label"] = record.labels[index]
         return {name: values[name] for name in self.columns}
 
 
@@ -229,15 +229,15 @@ def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> froz
 
     Raises RowError if all assistant turns are excluded.
     """
-    added = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
-    off = (
+    offset = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
+    zero_weight = (
         i for i, item in enumerate(items) if any(is_good_label(item.get(name)) is False for name in WEIGHTS)
     )
-    excluded = {index + added for index in off}
-    assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
-    if excluded and assistant <= excluded:
+    excluded = {index + offset for index in zero_weight}
+    assistant_turns = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    if excluded and assistant_turns <= excluded:
         raise RowError("weight", key, "no assistant turn to train", "an assistant turn without `weight: 0`")
-    return frozenset(excluded & assistant)
+    return frozenset(excluded & assistant_turns)
 
 
 DEMONSTRATIONS: Formats = {
@@ -250,10 +250,10 @@ def parse_imitated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
     """Parses a demonstration, or raises RowError if its label means bad. A column is unread if its label means neither good nor
     bad."""
     labels = {name: is_good_label(row[name]) for name in sorted(LABEL_FIELDS & row.keys())}
-    if bad := [name for name, good in labels.items() if good is False]:
-        found = f"{show_json(row[bad[0]])}: a completion with a bad label"
+    if bad_fields := [name for name, good in labels.items() if good is False]:
+        found = f"{show_json(row[bad_fields[0]])}: a completion with a bad label"
         expected = "only good completions; data.on_error=skip skips bad ones; kto also learns from bad ones"
-        raise RowError("label", bad[0], found, expected)
+        raise RowError("label", bad_fields[0], found, expected)
     record = parser(row, *keys)
     record.unread = tuple(name for name, good in labels.items() if good is None)
     return record
@@ -270,7 +270,7 @@ def answer_lists(row: Row, prompt_key: str, *sides: str) -> Record:
     """Parses a row with lists `pos_answers` and `neg_answers` into one pair for each index."""
     prompt = prompt_in(row, prompt_key)
     good, bad = (
-        [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(as_list(row[side], side))]
+        [completion_text(answer, f"{side}[{i}]", prompt) for i, answer in enumerate(as_list(row[side], side))]
         for side in sides
     )
     if len(good) != len(bad):
@@ -319,24 +319,24 @@ def margin_in(row: Row) -> float | None:
     return margin
 
 
-def agreed_prompt(repeated: Text, given: Text, key: str) -> Text:
-    """Returns the prompt of a row with a prompt in the field `key` (`given`) and a prompt in both completions (`repeated`).
+def agreed_prompt(repeated: Text, prompt: Text, key: str) -> Text:
+    """Returns the prompt of a row with a prompt in the field `key` (`prompt`) and a prompt in both completions (`repeated`).
 
     If one prompt ends with the other prompt, returns the longer prompt, because the shorter prompt may lack the system prompt or
-    earlier turns. If the given prompt is the first of several questions, returns the repeated prompt. Raises RowError if the
+    earlier turns. If the field's prompt is the first of several questions, returns the repeated prompt. Raises RowError if the
     prompts differ in another way.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:
         return [(turn["role"], turn["content"].strip()) for turn in turns]
 
-    both = as_turns(given), as_turns(repeated)
-    for longer, shorter in (both[::-1], both):
+    prompts = as_turns(prompt), as_turns(repeated)
+    for longer, shorter in (prompts[::-1], prompts):
         if stripped(longer[-len(shorter) :]) == stripped(shorter):
             return longer
-    if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
+    if isinstance(prompt, str) and stripped(prompts[0])[0] in stripped(prompts[1]):
         return repeated
-    ends = [show_json(turns[-1]["content"]) for turns in both]
+    ends = [show_json(turns[-1]["content"]) for turns in prompts]
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
     expected = "completions that repeat this prompt, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
@@ -344,13 +344,13 @@ def agreed_prompt(repeated: Text, given: Text, key: str) -> Text:
 
 def as_list(value: Any, key: str) -> list[Any]:
     """Converts a value to a list. A JSON text is parsed to a list. Any other text becomes the only element of a list."""
-    found = list_in(value, key)
-    check_values(found, key)
-    if isinstance(found, str):
-        return [found]
-    if not isinstance(found, list) or not found:
-        raise RowError("wrong_type", key, show_json(found), "a text, or a list that is not empty")
-    return found
+    items = list_in(value, key)
+    check_values(items, key)
+    if isinstance(items, str):
+        return [items]
+    if not isinstance(items, list) or not items:
+        raise RowError("wrong_type", key, show_json(items), "a text, or a list that is not empty")
+    return items
 
 
 PREFERENCES: Formats = {
@@ -365,7 +365,7 @@ PREFERENCES: Formats = {
 # ---- rated completions: desirable or not; a pair becomes one of each --------------------------------------------------
 
 RATED: Formats = {
-    **{f"{one}+{name}": DEMONSTRATIONS[one] for name in ("label", "kto_tag") for one in DEMONSTRATIONS},
+    **{f"{key}+{name}": DEMONSTRATIONS[key] for name in ("label", "kto_tag") for key in DEMONSTRATIONS},
     **PREFERENCES,
 }
 
@@ -441,8 +441,8 @@ def parse_benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
             found = f"a correct completion: {show_json(value)}"
             raise RowError("equal_pair", key, found, "a different completion")
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
-    others = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
-    return Record(prompt, pairs, row=as_json({**others, "prompt": prompt, **facts}))
+    other_columns = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
+    return Record(prompt, pairs, row=as_json({**other_columns, "prompt": prompt, **facts}))
 
 
 BENCHMARKS: Formats = {"prompt+chosen+rejected": parse_benchmark}
@@ -454,8 +454,8 @@ BENCHMARKS: Formats = {"prompt+chosen+rejected": parse_benchmark}
 def lone_prompt(row: Row, key: str) -> Record:
     """Parses a row with a prompt. Keeps the other columns of the row unchanged."""
     prompt = prompt_in(row, key)
-    others = {name: value for name, value in row.items() if name != key}
-    return Record(prompt, row=as_json({"prompt": prompt, **others}))
+    other_columns = {name: value for name, value in row.items() if name != key}
+    return Record(prompt, row=as_json({"prompt": prompt, **other_columns}))
 
 
 def shared_prompt(row: Row, *sides: str) -> Record:
@@ -524,24 +524,24 @@ def parse_row(row: Any, kind: Kind) -> Record:
 
 
 def _parse(row: Any, kind: Kind) -> Record:
-    one_of = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
+    formats = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
     if not isinstance(row, dict):
-        raise RowError("not_object", "", show_json(row), f"a JSON object with {one_of}")
+        raise RowError("not_object", "", show_json(row), f"a JSON object with {formats}")
     format = format_of(row, kind)
     if format is None:
-        needs = map(field_names, kind.formats)
-        closest = max(needs, key=lambda names: sum(name in row for name in names) / len(names))
+        field_lists = map(field_names, kind.formats)
+        closest = max(field_lists, key=lambda names: sum(name in row for name in names) / len(names))
         missing = next(name for name in closest if name not in row)
         found = fields_of(row) + suggest_key(missing, [key for key in row if key not in kind.needed])
-        raise RowError("missing_field", missing, found, one_of)
+        raise RowError("missing_field", missing, found, formats)
     fields, unread = {}, list[str]()
     for key in field_names(format):
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
         fields[key] = without_unread(unpack_messages(key, row[key]), key, kind.message_keys, unread)
-    read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
+    keys = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
-    check_values({key: value if key in read else None for key, value in row.items()})
+    check_values({key: value if key in keys else None for key, value in row.items()})
     parser = kind.formats[format]
     margin = margin_in(row) if parser in PREFERENCES.values() else None
     record = kind.parse(row, parser, field_names(format))
@@ -552,19 +552,19 @@ def _parse(row: Any, kind: Kind) -> Record:
     record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(version := row.get("version"), str) and InputURI.parse(version).version:
         record.version = version
-    scored = row.get("reward_version")
-    named = scored if isinstance(scored, list) else [scored]
-    record.judges = tuple(one for one in named if isinstance(one, str) and InputURI.parse(one).is_judge)
-    also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
-    also |= {"version": record.version, "reward_version": list(record.judges)}
-    check_values(also)
+    reward_version = row.get("reward_version")
+    judges = reward_version if isinstance(reward_version, list) else [reward_version]
+    record.judges = tuple(uri for uri in judges if isinstance(uri, str) and InputURI.parse(uri).is_judge)
+    optional: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+    optional |= {"version": record.version, "reward_version": list(record.judges)}
+    check_values(optional)
     if "row" not in kind.columns:  # if the token table has the column `row`, Python rewards read all columns
-        read |= {key for key, value in also.items() if value}
-        unread += [key for key in row if key not in read]
+        keys |= {key for key, value in optional.items() if value}
+        unread += [key for key in row if key not in keys]
     record.unread += tuple(dict.fromkeys(unread))
     return record
 
 
 def format_of(row: Row, kind: Kind) -> str | None:
     """Returns the first format whose fields all exist in a row, or None."""
-    return next((one for one in kind.formats if all(key in row for key in field_names(one))), None)
+    return next((format for format in kind.formats if all(key in row for key in field_names(format))), None)

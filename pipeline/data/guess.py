@@ -60,7 +60,7 @@ NAMES = {
         "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output",
         "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output",
         "label": "kto_tag thumb thumbs feedback rating "
-        + " ".join(one for one in map(str, GOOD) if len(one) > 2),
+        + " ".join(word for word in map(str, GOOD) if len(word) > 2),
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
@@ -80,9 +80,9 @@ RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade qua
 def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
     """Returns the error message for a file whose rows match no format of the stage. `key` is the job's section for the rows."""
     names = dict.fromkeys(name for row in rows[:LOOKED] for name in some_keys(row))
-    found = escape_controls(", ".join(names), lines=False)
-    which = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
-    head = f"{escape_controls(file, lines=False)}: {which} no format of `{kind.stage}`; the columns are {found[:300] or 'none'}"
+    columns = escape_controls(", ".join(names), lines=False)
+    subject = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
+    head = f"{escape_controls(file, lines=False)}: {subject} no format of `{kind.stage}`; the columns are {columns[:300] or 'none'}"
     if rows and format_of(rows[0], kind):
         try:
             parse_row(rows[0], kind)
@@ -103,46 +103,46 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
-    others = fitting_stages(rows)
-    if others and not others.startswith("ppo with"):  # one text column may contain both prompt and completion
-        return f"{head}; these rows can train {others}"
-    needs = [*map(field_names, kind.formats)]
-    known = next(names for names in needs if names[0] == "prompt" and "pos_answers" not in names)
-    ways = [known, ("prompt", "first", "second", "label")][: 1 + ("chosen" in known)]
-    blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in ways]
-    named = " or ".join(how_to_set(f"{key}.columns", blank) for blank in blanks)
+    stages = fitting_stages(rows)
+    if stages and not stages.startswith("ppo with"):  # one text column may contain both prompt and completion
+        return f"{head}; these rows can train {stages}"
+    field_lists = [*map(field_names, kind.formats)]
+    fields = next(names for names in field_lists if names[0] == "prompt" and "pos_answers" not in names)
+    mappings = [fields, ("prompt", "first", "second", "label")][: 1 + ("chosen" in fields)]
+    templates = ["{" + ", ".join(f"{name}: COLUMN" for name in names) + "}" for names in mappings]
+    settings = " or ".join(how_to_set(f"{key}.columns", template) for template in templates)
     return (
-        f"{head}; expected one of {' | '.join(kind.formats)}; set {named}, or convert the rows with "
+        f"{head}; expected one of {' | '.join(kind.formats)}; set {settings}, or convert the rows with "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
 
 
 def fitting_stages(rows: Rows) -> str:
     """Returns a text with the stages that can read the rows and the data.columns to set, or "" if no stage can read them."""
-    fits: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for stage, spec in STAGE_SPECS.items():
         if rows and spec.learns and (guess := guess_columns(rows, kind_of(stage))) is not None:
-            fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
+            groups.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
     words = {
-        how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()
+        text: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for text, names in groups.items()
     }
-    return "; ".join(f"{stages} {how}" for how, stages in words.items())
+    return "; ".join(f"{stages} {text}" for text, stages in words.items())
 
 
 def as_setting(guess: dict[str, Any], rows: Rows, key: str = "data") -> str:
     """Returns the setting of data.columns as text, and also of data.label if the meaning of the labels is unclear."""
-    shown = how_to_set(f"{key}.columns", _flow(guess))
+    setting = how_to_set(f"{key}.columns", _flow(guess))
     if is_clear(guess, rows):
-        return shown
-    return f"{shown} and {how_to_set(f'{key}.label', label_template(guess))} with the values of the column"
+        return setting
+    return f"{setting} and {how_to_set(f'{key}.label', label_template(guess))} with the values of the column"
 
 
 def _flow(mapping: Mapping[str, Any]) -> str:
     """Returns a mapping as YAML on one line."""
-    flow = yaml.safe_dump(
+    text = yaml.safe_dump(
         {**mapping}, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False
     )
-    return str(flow).strip()
+    return str(text).strip()
 
 
 def is_clear(guess: dict[str, Any], rows: Rows) -> bool:
@@ -185,21 +185,21 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
     return guess
 
 
-def unread_label_note(rows: Rows, given: Mapping[str, Any], used: set[str], section: str) -> str:
+def unread_label_note(rows: Rows, mapping: Mapping[str, Any], used: set[str], section: str) -> str:
     """Returns a message about an unread column that may label completions as good or bad, or "".
 
     Args:
-        given: the job's data.columns.
+        mapping: the job's data.columns.
         used: the columns and fields that sft reads.
         section: the section of the job that describes the rows.
     """
     if problem := unclear_label_note(rows, used):
         return problem
-    columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
+    columns = {name: v for name, v in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
     if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
         return ""
-    named = as_setting({**given, "label": _with_twins(labels[0], columns)}, rows, section)
-    return f"`{labels[0]}` may label completions as good or bad; set {named}, or remove this column with {section}.transform"
+    setting = as_setting({**mapping, "label": _with_twins(labels[0], columns)}, rows, section)
+    return f"`{labels[0]}` may label completions as good or bad; set {setting}, or remove this column with {section}.transform"
 
 
 def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
@@ -208,23 +208,23 @@ def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     It is unclear which completions are good if a column name such as thumbs_down marks bad rows, or if several columns may be the
     completion. Columns in `used` are ignored.
     """
-    columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
-    texts, asked = _texts(columns), _questions(rows[:LOOKED])
+    columns = {name: values for name, values in _columns(rows[:LOOKED]).items() if name not in used}
+    texts, questions = _texts(columns), _questions(rows[:LOOKED])
     if LABEL_FIELDS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
         if bad and are_mostly_ratings(without_blanks(values)):
-            meanings = {is_good_label(one): one for one in reversed(without_blanks(values))}
-            said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
-            both = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(said))
-            return f"`{name}` may mark bad rows; set {' and '.join(both)}, or create one label column with data.transform"
-    written = sorted(asked.intersection(texts))
-    several = [*dict.fromkeys([*written, *_called("completion", texts)])]
-    if len(several) > 1 and (written or not (used or format_of(rows[0], kind_of("sft")))):
-        named = how_to_set("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
-        shown = " and ".join(f"`{name}`" for name in several)
-        return f"{shown} may each be the completion to train on; for the first column, set {named}"
+            value_of = {is_good_label(value): value for value in reversed(without_blanks(values))}
+            rule = {"good": value_of.get(False, 0), "bad": value_of.get(True, 1)}
+            parts = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(rule))
+            return f"`{name}` may mark bad rows; set {' and '.join(parts)}, or create one label column with data.transform"
+    answers = sorted(questions.intersection(texts))
+    candidates = [*dict.fromkeys([*answers, *_called("completion", texts)])]
+    if len(candidates) > 1 and (answers or not (used or format_of(rows[0], kind_of("sft")))):
+        setting = how_to_set("data.columns", _flow({"prompt": "COLUMN", "completion": candidates[0]}))
+        shown = " and ".join(f"`{name}`" for name in candidates)
+        return f"{shown} may each be the completion to train on; for the first column, set {setting}"
     return ""
 
 
@@ -236,25 +236,25 @@ def reads_most_rows(rows: Rows, guess: dict[str, Any], kind: Kind) -> bool:
     kind = kind.with_preprocess(Preprocess(guess, rule))
     if not kind.formats:
         return False
-    read, dropped = 0, 0
-    for made in itertools.chain.from_iterable(map(kind.rows, rows)):
-        dropped += isinstance(made, Dropped)
+    readable, dropped = 0, 0
+    for result in itertools.chain.from_iterable(map(kind.rows, rows)):
+        dropped += isinstance(result, Dropped)
         with contextlib.suppress(RowError):
-            if isinstance(made, dict):
-                parse_row(made, kind)
-                read += 1
-    return read > 0 and 2 * read >= len(rows) - dropped
+            if isinstance(result, dict):
+                parse_row(result, kind)
+                readable += 1
+    return readable > 0 and 2 * readable >= len(rows) - dropped
 
 
 def labels_in_rows(guess: Mapping[str, Any], rows: Rows) -> list[Any]:
     """Returns the labels of rows, and the elements of label lists. Skips blanks, nested lists and objects."""
-    found = []
+    labels = []
     for row in rows:
         for name in as_list(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
-                found += as_list(unpacked_label(value_at(row, name)))
+                labels += as_list(unpacked_label(value_at(row, name)))
     blank = is_blank if "first" in guess else is_unrated
-    return [value for value in found if not blank(value) and not isinstance(value, list | dict)]
+    return [value for value in labels if not blank(value) and not isinstance(value, list | dict)]
 
 
 # ---- columns and their values ----------------------------------------------------------------------------------------
@@ -269,11 +269,11 @@ def _columns(rows: Rows) -> dict[str, Values]:
         for name in some_keys(row):
             value = row[name]
             objects = {name: value} if isinstance(value, dict) else {}
-            if isinstance(value, list) and len(value) == 2 and all(isinstance(one, dict) for one in value):
-                objects = {f"{name}.{at}": one for at, one in enumerate(value)}
-            inner = {f"{path}.{key}": one[key] for path, one in objects.items() for key in some_keys(one)}
-            for path, one in {name: value, **inner}.items():
-                columns.setdefault(path, []).extend([one] if one is not None else [])
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(item, dict) for item in value):
+                objects = {f"{name}.{index}": item for index, item in enumerate(value)}
+            inner = {f"{path}.{key}": item[key] for path, item in objects.items() for key in some_keys(item)}
+            for path, item in {name: value, **inner}.items():
+                columns.setdefault(path, []).extend([item] if item is not None else [])
     return {name: values for name, values in columns.items() if values}
 
 
@@ -300,15 +300,15 @@ def _questions(rows: Rows) -> set[str]:
 
 def _ratings(rows: Rows) -> list[str]:
     """Returns the columns whose words or emoji rate completions, and the columns with numeric ratings by annotators."""
-    columns, asked = (
+    columns, questions = (
         {name: without_blanks(values) for name, values in _columns(rows).items()},
         _questions(rows),
     )
 
     def rates(name: str, values: Values) -> bool:
-        if name in asked and as_numbers(values):
+        if name in questions and as_numbers(values):
             return True
-        words = all(isinstance(normalize_label(one), str) for one in values)
+        words = all(isinstance(normalize_label(value), str) for value in values)
         return (
             words
             and are_labels(values)
@@ -338,11 +338,11 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
     """Returns the columns of all annotators, such as [rating_anna, rating_ben], or `name` if only one column has labels."""
     words = _rating_words(name)
 
-    def is_twin(other: str) -> bool:
-        values = without_blanks(columns[other])
+    def is_twin(column: str) -> bool:
+        values = without_blanks(columns[column])
         few = len({str(normalize_label(value)) for value in values}) <= MAX_VALUES
-        named = _rating_words(other) == words and other.lower().removesuffix("s") not in words
-        return named and few and bool(not values or as_numbers(values) or are_mostly_ratings(values))
+        same_words = _rating_words(column) == words and column.lower().removesuffix("s") not in words
+        return same_words and few and bool(not values or as_numbers(values) or are_mostly_ratings(values))
 
     twins = [*filter(is_twin, columns)]
     return twins if words and name in twins and len(twins) > 1 else name
@@ -363,9 +363,9 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
     elif stage != "sft":
         for pair in pairs:
             as_they_are = [dict[str, str]()] * bool({"prompt", "instruction"} & columns.keys())
-            left = [name for name in texts if name not in _used(pair)]
-            only = [{"prompt": left[0]}] if len(left) == 1 else []
-            for prompt in (*as_they_are, *prompts, {}, *only):
+            unused = [name for name in texts if name not in _used(pair)]
+            single = [{"prompt": unused[0]}] if len(unused) == 1 else []
+            for prompt in (*as_they_are, *prompts, {}, *single):
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # a guess would use only one completion of a pair
@@ -380,14 +380,14 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
 def _prompts(texts: list[str]) -> Iterator[dict[str, str]]:
     """Yields mappings for the prompt: first a question together with its context, then the question alone."""
     for name in _called("prompt", texts):
-        yield from ({"instruction": name, "input": one} for one in CONTEXTS if one in texts and one != name)
+        yield from ({"instruction": name, "input": c} for c in CONTEXTS if c in texts and c != name)
         yield {"instruction" if name == "instruction" else "prompt": name}
 
 
 def _are_messages(columns: Mapping[str, Values]) -> bool:
     """Returns True if each row is one message of a conversation, with a text and a role."""
-    roles = ({ROLES.get(str(one).lower(), "") for one in values} for values in columns.values())
-    return any({"user", "assistant"} <= one <= {*ROLES.values()} for one in roles) and not _called(
+    column_roles = ({ROLES.get(str(value).lower(), "") for value in values} for values in columns.values())
+    return any({"user", "assistant"} <= roles <= {*ROLES.values()} for roles in column_roles) and not _called(
         "completion", columns
     )
 
@@ -402,7 +402,7 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
     for name in dict.fromkeys([*_called("completion", _texts(columns)), *_called("completion", columns)]):
         if name != "completion" and are_verdicts(columns[name]):
             continue
-        for prompt in (one for one in prompts if name not in one.values()):
+        for prompt in (prompt for prompt in prompts if name not in prompt.values()):
             yield {**prompt, "output" if "instruction" in prompt else "completion": name}
 
 
@@ -422,20 +422,20 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     scores = [name for name in named(SCORES) if as_numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
-            for one, two in _siblings(scores, low, high):
-                yield {"first": first, "second": second, "first_score": one, "second_score": two}
-            for label in [several for several in (votes, spoken) if len(several) > 1] + labels:
+            for score, other_score in _siblings(scores, low, high):
+                yield {"first": first, "second": second, "first_score": score, "second_score": other_score}
+            for label in [group for group in (votes, spoken) if len(group) > 1] + labels:
                 yield {"first": first, "second": second, "label": label}
 
 
 def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
     """Yields pairs of column names that differ only in `low` and `high`, such as response_1 and response_2."""
-    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # the last `a` of `data` is not a word
+    boundary = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # the last `a` of `data` is not a word
     for name in names:
-        pattern = rf"(?i){before}{low}(?![a-z0-9])"
-        other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
-        if other in names and other != name:
-            yield name, other
+        pattern = rf"(?i){boundary}{low}(?![a-z0-9])"
+        sibling = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
+        if sibling in names and sibling != name:
+            yield name, sibling
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:
@@ -455,4 +455,4 @@ def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(guess: Mapping[str, Any]) -> set[str]:
-    return {one for column in guess.values() for one in as_list(column)}
+    return {name for column in guess.values() for name in as_list(column)}

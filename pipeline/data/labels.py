@@ -51,8 +51,8 @@ def as_list(values: Any) -> list[Any]:
 
 def unpacked_label(label: Any) -> Any:
     """Parses a JSON list of labels, as in CSV files. Returns any other label unchanged."""
-    made = parse_json(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
-    return made if isinstance(made, list) else label
+    parsed = parse_json(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
+    return parsed if isinstance(parsed, list) else label
 
 
 def normalize_label(value: Any) -> Any:
@@ -93,12 +93,12 @@ def side_of(value: Any) -> str | None:
 
 def majority_label(label: Any) -> Any:
     """Returns the majority of a list of labels: true, false, or null for no majority. Returns other labels unchanged."""
-    given = unpacked_label(label)
-    votes = [is_good_label(one) for one in as_list(given) if not is_unrated(one)]
-    if None in votes or not isinstance(given, list):
+    labels = unpacked_label(label)
+    votes = [is_good_label(value) for value in as_list(labels) if not is_unrated(value)]
+    if None in votes or not isinstance(labels, list):
         return label
-    more = sum(1 if good else -1 for good in votes)
-    return more > 0 if more else None
+    margin = sum(1 if vote else -1 for vote in votes)
+    return margin > 0 if margin else None
 
 
 def parse_score(value: Any, name: str) -> float | None:
@@ -116,13 +116,13 @@ def parse_score(value: Any, name: str) -> float | None:
 
 def without_blanks(values: Iterable[Any]) -> list[Any]:
     """Returns the values without blanks. Lists are replaced by their elements."""
-    return [one for value in values for one in as_list(value) if not is_unrated(one)]
+    return [item for value in values for item in as_list(value) if not is_unrated(item)]
 
 
 def as_numbers(values: Iterable[Any]) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
-    made = [*map(normalize_label, values)]
-    return made if all(isinstance(number, float) for number in made) else []
+    numbers = [*map(normalize_label, values)]
+    return numbers if all(isinstance(number, float) for number in numbers) else []
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
@@ -132,17 +132,17 @@ def are_clear(labels: Sequence[Any]) -> bool:
 
 def are_mostly_ratings(labels: Sequence[Any]) -> bool:
     """Returns True if most labels mean good or bad, or if some words mean good and others mean bad."""
-    words = {is_good_label(one) for one in labels if isinstance(normalize_label(one), str)}
+    words = {is_good_label(label) for label in labels if isinstance(normalize_label(label), str)}
     return {True, False} <= words or 2 * [*map(is_good_label, labels)].count(None) < len(labels)
 
 
 def are_labels(values: Iterable[Any]) -> bool:
     """Returns True if a column has few distinct values of at most two words. A list has one label per annotator."""
     values = [*values]
-    each = [one for value in values for one in as_list(value)]
-    different = {str(normalize_label(value)) for value in each if not isinstance(value, list | dict)}
-    least = 2 if len(each) > 1 else 1  # several labels must not all be the same
-    return least <= len(different) <= MAX_VALUES and all(len(value.split()) < 3 for value in different)
+    items = [item for value in values for item in as_list(value)]
+    distinct = {str(normalize_label(value)) for value in items if not isinstance(value, list | dict)}
+    minimum = 2 if len(items) > 1 else 1  # several labels must not all be the same
+    return minimum <= len(distinct) <= MAX_VALUES and all(len(value.split()) < 3 for value in distinct)
 
 
 def are_verdicts(values: Iterable[Any]) -> bool:
@@ -153,7 +153,7 @@ def are_verdicts(values: Iterable[Any]) -> bool:
 
 def choose_sides(values: Iterable[Any]) -> bool:
     """Returns True if the values are words for the first and the second completion, and perhaps for a tie."""
-    sides = {side_of(normalize_label(one)) for value in values for one in as_list(value) if not is_blank(one)}
+    sides = {side_of(normalize_label(x)) for value in values for x in as_list(value) if not is_blank(x)}
     return {"first", "second"} <= sides <= {"first", "second", "tie"}
 
 
@@ -175,26 +175,26 @@ class Rule:
     def from_job(cls, label: Mapping[str, Any]) -> "Rule":
         """Converts data.label, {meaning: value or values}, to a Rule."""
         values: dict[str, Any] = {
-            name: tuple(map(normalize_label, as_list(some))) for name, some in label.items()
+            meaning: tuple(map(normalize_label, as_list(value))) for meaning, value in label.items()
         }
         return cls(**values)
 
     def _values(self) -> list[tuple[Any, str]]:
-        return [(value, name) for name in MEANINGS for value in getattr(self, name)]
+        return [(value, meaning) for meaning in MEANINGS for value in getattr(self, meaning)]
 
     def __str__(self) -> str:
-        shown = ((f"{end:g}" if isinstance(end, float) else end, name) for end, name in self._values())
-        return ", ".join(f"{end} ({name})" for end, name in shown) or "a or b, or tie"
+        shown = ((f"{v:g}" if isinstance(v, float) else v, meaning) for v, meaning in self._values())
+        return ", ".join(f"{value} ({meaning})" for value, meaning in shown) or "a or b, or tie"
 
     def meaning(self, value: Any) -> str:
         """Returns the meaning of a label. A rating between good and bad is a `tie`. Raises KeyError if the label is unknown."""
         value = normalize_label(value)
-        for name in MEANINGS:
-            if value in getattr(self, name) or (self.derived and side_of(value) == name):
-                return name
-        ends = [(end, name) for end, name in self._values() if name != "tie"]
+        for meaning in MEANINGS:
+            if value in getattr(self, meaning) or (self.derived and side_of(value) == meaning):
+                return meaning
+        ends = [(end, meaning) for end, meaning in self._values() if meaning != "tie"]
         scale = [value, *(end for end, _ in ends)]
-        if len(ends) != 2 or not all(isinstance(one, float) and math.isfinite(one) for one in scale):
+        if len(ends) != 2 or not all(isinstance(number, float) and math.isfinite(number) for number in scale):
             raise KeyError(value)
         (low, below), (high, above) = sorted(ends)
         if low < value < high:
@@ -218,8 +218,8 @@ class Rule:
                 kind = "unclear_label" if self.derived else "unknown_label"
                 expected = f"{self}; data.label defines the label values"
                 raise RowError(kind, "label", show_json(value), expected) from None
-        (most, number), *others = [*votes.most_common(), ("unlabeled", 0)]
-        return most if all(number > other for _, other in others) else "tie"
+        (meaning, count), *others = [*votes.most_common(), ("unlabeled", 0)]
+        return meaning if all(count > n for _, n in others) else "tie"
 
 
 def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
@@ -227,38 +227,36 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
 
     Raises InputError if the labels are ambiguous. The error message shows how to set data.label.
     """
-    single = itertools.chain.from_iterable(as_list(unpacked_label(label)) for label in labels)
-    found = [one for one in single if not isinstance(one, list | dict) and not is_blank(one)]
-    times = Counter(map(normalize_label, found))
+    items = itertools.chain.from_iterable(as_list(unpacked_label(label)) for label in labels)
+    scalars = [item for item in items if not isinstance(item, list | dict) and not is_blank(item)]
+    counts = Counter(map(normalize_label, scalars))
     # Ignore rare texts without a known meaning. The tasks report such texts as errors of single rows.
     values = [
         value
-        for value, rows in times.items()
-        if rows > RARE * len(found) or isinstance(value, float) or side_of(value)
+        for value, count in counts.items()
+        if count > RARE * len(scalars) or isinstance(value, float) or side_of(value)
     ]
     scale = sorted(value for value in values if isinstance(value, float))
-    words = {side_of(value) for value in values if not isinstance(value, float)}
+    sides = {side_of(value) for value in values if not isinstance(value, float)}
     # The label 1 may mean the first or the second completion, and "right" may mean correct or the second completion.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
-    if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and words <= {"tie"}:
+    if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and sides <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
-    if scale and {*scale} <= {0.0, 1.0} and words <= {"tie"} and _number_completions(columns):
+    if scale and {*scale} <= {0.0, 1.0} and sides <= {"tie"} and _number_completions(columns):
         return Rule((0.0,), (1.0,), derived=True)
-    if not scale and words and None not in words and ({"first", "second"} <= words or not doubtful):
+    if not scale and sides and None not in sides and ({"first", "second"} <= sides or not doubtful):
         return Rule(derived=True)
-    distinct = {normalize_label(one): one for one in found}
-    shown = (
-        ", ".join(show_json(one) for one in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
-    )
-    ends = [f"{one:g}" for one in scale] if scale else sorted(map(str, distinct.values()))
-    said = "{first: VALUE, second: VALUE, tie: VALUE}"
-    when = "where a VALUE may be a list"
+    distinct = {normalize_label(label): label for label in scalars}
+    shown = ", ".join(show_json(x) for x in [*distinct.values()][:MAX_VALUES]) or "no label in the first rows"
+    ends = [f"{number:g}" for number in scale] if scale else sorted(map(str, distinct.values()))
+    template = "{first: VALUE, second: VALUE, tie: VALUE}"
+    condition = "where a VALUE may be a list"
     if len(ends) == len(distinct) > 1 and (scale or len(ends) == 2):  # the order of three words is unknown
-        said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
-        when = f"if {ends[0]} means that the first completion is better (add tie: VALUE for ties)"
+        template = f"{{first: {ends[0]}, second: {ends[-1]}}}"
+        condition = f"if {ends[0]} means that the first completion is better (add tie: VALUE for ties)"
     column = ", ".join(as_list(columns.get("label", "label")))
     raise InputError(
-        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {how_to_set(key, said)} {when}, or use "
+        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {how_to_set(key, template)} {condition}, or use "
         f"another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )
@@ -271,5 +269,5 @@ def _number_completions(columns: Mapping[str, Any]) -> bool:
     """
     first, second = columns.get("first", ""), columns.get("second", "")
     zeros = re.finditer(r"(?<!\d)0(?!\d)", first)
-    numbered = any(first[: at.start()] + "1" + first[at.end() :] == second for at in zeros)
-    return numbered and all(NUMBER_OF.search(one) for one in as_list(columns.get("label", "label")))
+    numbered = any(first[: match.start()] + "1" + first[match.end() :] == second for match in zeros)
+    return numbered and all(NUMBER_OF.search(column) for column in as_list(columns.get("label", "label")))

@@ -48,9 +48,9 @@ def comparable_text(value: Text) -> str:
 
 def turn_text(turn: Message) -> str:
     """Returns the content of a turn, followed by JSON of its tool calls and other keys, such as thoughts."""
-    others = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
-    parts = [one for one in (turn.get("tool_calls"), others) if one]
-    return turn["content"] + "".join(json.dumps(one, ensure_ascii=False) for one in parts)
+    extras = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
+    parts = [part for part in (turn.get("tool_calls"), extras) if part]
+    return turn["content"] + "".join(json.dumps(part, ensure_ascii=False) for part in parts)
 
 
 def thoughts_of_turn(turn: Message) -> str:
@@ -60,8 +60,8 @@ def thoughts_of_turn(turn: Message) -> str:
 
 def text_after_thoughts(content: str) -> str:
     """Returns the text after the thoughts of a turn, or "" if this text has only invisible characters."""
-    said = END_OF_THOUGHTS.split(content)[-1]
-    return said.strip() if any(unicodedata.category(char) not in UNSEEN for char in said) else ""
+    text = END_OF_THOUGHTS.split(content)[-1]
+    return text.strip() if any(unicodedata.category(char) not in UNSEEN for char in text) else ""
 
 
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
@@ -70,12 +70,12 @@ def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]
     Adds each removed key to `unread`, for example as `messages[].id`, unless its value is null or empty.
     """
     if isinstance(value, list):
-        return [without_unread(one, f"{key.removesuffix('[]')}[]", keys, unread) for one in value]
+        return [without_unread(item, f"{key.removesuffix('[]')}[]", keys, unread) for item in value]
     if not isinstance(value, dict) or not value.keys() & {"role", "from"}:
         return value
-    gone = value.keys() - READ - keys
-    unread += [f"{key}.{name}" for name in sorted(gone) if value[name] not in (None, "", [], {})]
-    return {name: one for name, one in value.items() if name not in gone}
+    removed = value.keys() - READ - keys
+    unread += [f"{key}.{name}" for name in sorted(removed) if value[name] not in (None, "", [], {})]
+    return {name: item for name, item in value.items() if name not in removed}
 
 
 def require_text(value: Any, key: str) -> str:
@@ -120,12 +120,12 @@ def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
     """
     if not isinstance(value, str):
         return value
-    made = parse_json(value) if (stripped := value.strip())[:1] in ("[", "{") else value
+    parsed = parse_json(value) if (stripped := value.strip())[:1] in ("[", "{") else value
     pattern = _MESSAGES if of_messages else f"{_MESSAGES}|{_LIST}"
-    if made is value and re.match(pattern, stripped, re.DOTALL):
+    if parsed is value and re.match(pattern, stripped, re.DOTALL):
         expected = "a list, or a list as JSON text; to_csv writes lists in Python's notation, so save the rows with to_json or to_parquet"
         raise RowError("python_text", key, show_json(value), expected)
-    return made if isinstance(made, list) else value
+    return parsed if isinstance(parsed, list) else value
 
 
 def is_printed_list(text: Any) -> bool:
@@ -139,7 +139,7 @@ def unpack_messages(field: str, value: Any) -> Any:
         return dialogue_to_messages(list_in(value, field))
     items = list_in(value, field, of_messages=True)
     chat = isinstance(items, list) and all(
-        isinstance(one, dict) and one.keys() & {"role", "from"} for one in items
+        isinstance(item, dict) and item.keys() & {"role", "from"} for item in items
     )
     return items if chat and items else value
 
@@ -151,7 +151,7 @@ def dialogue_to_messages(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         return value
     if all(isinstance(item, str) for item in value):  # as in the dataset LIMA
-        return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(value)]
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(value)]
     # as in the dataset Capybara
     if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value):
         sides = {"input": "user", "output": "assistant"}
@@ -162,32 +162,32 @@ def dialogue_to_messages(value: Any) -> Any:
 def parse_message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
         raise RowError("wrong_type", key, show_json(item), "a message {role, content} or {from, value}")
-    whose, what = ("from", "value") if "from" in item else ("role", "content")
+    role_key, text_key = ("from", "value") if "from" in item else ("role", "content")
     # function_call: OpenAI's earlier format, with one call per message
-    called = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
-    for name in (whose, what):
-        if name not in item and not (name == "content" and called):
+    call_key = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
+    for name in (role_key, text_key):
+        if name not in item and not (name == "content" and call_key):
             found = fields_of(item) + suggest_key(name, item)
             raise RowError("missing_field", f"{key}.{name}", found, "{role, content}")
-    role = require_text(item[whose], f"{key}.{whose}")
+    role = require_text(item[role_key], f"{key}.{role_key}")
     if role.lower() not in ROLES:
-        raise RowError("wrong_role", f"{key}.{whose}", show_json(role), "one of " + ", ".join(ROLES))
-    content = item.get(what)
-    calls = tool_calls(item[called], f"{key}.{called}") if called else []
+        raise RowError("wrong_role", f"{key}.{role_key}", show_json(role), "one of " + ", ".join(ROLES))
+    content = item.get(text_key)
+    calls = tool_calls(item[call_key], f"{key}.{call_key}") if call_key else []
     if role.lower() in ("function_call", "tool_call"):  # in LLaMA-Factory's format, the content is the call
-        calls, content = tool_calls(parse_json(content), f"{key}.{what}"), ""
+        calls, content = tool_calls(parse_json(content), f"{key}.{text_key}"), ""
     elif calls and content is None:
         content = ""
     if isinstance(content, list):
-        content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
-    given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
-    if len({item[name].strip() for name in given}) > 1:  # the template would render only one of these texts
-        found = f"`{given[0]}` and `{given[1]}` that differ"
+        content = "".join(part_text(part, f"{key}.{text_key}[{i}]") for i, part in enumerate(content))
+    keys = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
+    if len({item[name].strip() for name in keys}) > 1:  # the template would render only one of these texts
+        found = f"`{keys[0]}` and `{keys[1]}` that differ"
         raise RowError("thoughts_differ", key, found, "all thoughts of a message in one key")
-    turn: Message = {"role": ROLES[role.lower()], "content": require_text(content, f"{key}.{what}")}
+    turn: Message = {"role": ROLES[role.lower()], "content": require_text(content, f"{key}.{text_key}")}
     if calls:
         turn["tool_calls"] = calls
-    return turn | {name: one for name, one in item.items() if name not in READ and one not in (None, "")}
+    return turn | {name: v for name, v in item.items() if name not in READ and v not in (None, "")}
 
 
 def part_text(part: Any, key: str) -> str:
@@ -227,15 +227,15 @@ def instruction_prompt(row: dict[str, Any]) -> Turns:
     content = require_text(row["instruction"], "instruction")
     if row.get("input") is not None and require_text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
-    earlier = list_in(row.get("history") or [], "history")
-    if not isinstance(earlier, list) or any(not isinstance(one, list) or len(one) != 2 for one in earlier):
-        raise RowError("wrong_type", "history", show_json(earlier), "a list of [question, answer]")
-    earlier = (
-        parse_messages(dialogue_to_messages([said for pair in earlier for said in pair]), "history")
-        if earlier
+    history = list_in(row.get("history") or [], "history")
+    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+        raise RowError("wrong_type", "history", show_json(history), "a list of [question, answer]")
+    history = (
+        parse_messages(dialogue_to_messages([text for pair in history for text in pair]), "history")
+        if history
         else []
     )
-    turns = with_system([*earlier, *as_turns(content)], row.get("system"))
+    turns = with_system([*history, *as_turns(content)], row.get("system"))
     check_prompt(turns, "instruction")
     return turns
 
@@ -250,9 +250,9 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
             found = f"a completion by `{turns[0]['role']}`"
             raise RowError("wrong_role", key, found, "a completion by `assistant`")
         check_last(turns, key)
-        further = [name for turn in turns for name in turn if name not in ("role", "content", *ABOUT_TOOLS)]
-        if isinstance(prompt, str) and further:
-            raise RowError("wrong_type", key, f"`{further[0]}` with a text prompt", "a prompt of messages")
+        extras = [name for turn in turns for name in turn if name not in ("role", "content", *ABOUT_TOOLS)]
+        if isinstance(prompt, str) and extras:
+            raise RowError("wrong_type", key, f"`{extras[0]}` with a text prompt", "a prompt of messages")
         return comparable_text(turns) if isinstance(prompt, str) else turns
     completion = nonempty_text(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
@@ -265,9 +265,9 @@ def with_system(turns: Turns, system: Any) -> Turns:
     """
     if not system:
         return turns
-    first = {"role": "system", "content": require_text(system, "system")}
+    message = {"role": "system", "content": require_text(system, "system")}
     if turns[0]["role"] != "system":
-        return [first, *turns]
+        return [message, *turns]
     if turns[0]["content"].strip() != system.strip():
         found = f"{show_json(system)}, but the first message is {show_json(turns[0]['content'])}"
         raise RowError("prompts_differ", "system", found, "one system prompt")
@@ -314,8 +314,8 @@ def repeats_prompt(value: Any) -> bool:
     """Returns True if `chosen` or `rejected` contains the prompt: a transcript, or messages that begin with user or system."""
     if isinstance(value, str):
         return is_transcript(value)
-    first = value[0] if isinstance(value, list) and value else None
-    role = str(first.get("role", first.get("from"))).lower() if isinstance(first, dict) else ""
+    message = value[0] if isinstance(value, list) and value else None
+    role = str(message.get("role", message.get("from"))).lower() if isinstance(message, dict) else ""
     return ROLES.get(role) in ("user", "system")
 
 
@@ -331,11 +331,11 @@ def split_turns(value: str) -> Turns:
 
 def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tuple[Text, ...]]:
     """Splits two full conversations, `chosen` and `rejected`, into the prompt that they share and their completions."""
-    both = row["chosen"], row["rejected"]
-    if any(isinstance(side, list) for side in both):
-        sides = [parse_messages(side, key) for side, key in zip(both, SIDES, strict=True)]
+    pair = row["chosen"], row["rejected"]
+    if any(isinstance(side, list) for side in pair):
+        sides = [parse_messages(side, key) for side, key in zip(pair, SIDES, strict=True)]
     else:
-        texts = [nonempty_text(side, key, "empty_completion") for side, key in zip(both, SIDES, strict=True)]
+        texts = [nonempty_text(side, key, "empty_completion") for side, key in zip(pair, SIDES, strict=True)]
         if not all(map(is_transcript, texts)):
             prompt, completions = split_texts(*texts)
             if not system:
@@ -358,13 +358,13 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
 def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
     """Splits two texts without turn markers into prompt and completions. The prompt is the longest common
     prefix after which one of the texts continues with white space."""
-    at = shared_length(chosen, rejected)
-    while at and not chosen[at : at + 1].isspace() and not rejected[at : at + 1].isspace():
-        at -= 1
-    if not chosen[:at].strip():
+    end = shared_length(chosen, rejected)
+    while end and not chosen[end : end + 1].isspace() and not rejected[end : end + 1].isspace():
+        end -= 1
+    if not chosen[:end].strip():
         expected = "a shared prompt, or a `prompt` field"
         raise RowError("empty_prompt", "chosen", "no common text at the start of both completions", expected)
-    return chosen[:at], (chosen[at:], rejected[at:])
+    return chosen[:end], (chosen[end:], rejected[end:])
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
@@ -412,4 +412,4 @@ def template_kwargs(value: Any) -> dict[str, Any]:
     value = parse_json(value) or {}
     if not isinstance(value, dict):
         raise RowError("wrong_type", "chat_template_kwargs", show_json(value), "an object")
-    return {name: one for name, one in value.items() if one is not None}
+    return {name: item for name, item in value.items() if item is not None}

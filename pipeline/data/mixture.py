@@ -64,7 +64,7 @@ def mix_sources(sources: Sequence[Source], sizes: Sequence[int], strategy: str) 
     for index in by_remainder[: total - sum(draws)]:
         draws[index] += 1
     for numbers in (sizes, draws):
-        if empty := [one.path for one, number in zip(sources, numbers, strict=True) if not number]:
-            why = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove this source, or change the weights"
-            raise InputError(why, key="data.train")
+        if empty := [source.path for source, number in zip(sources, numbers, strict=True) if not number]:
+            problem = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove this source, or change the weights"
+            raise InputError(problem, key="data.train")
     return Mixture(tuple(sizes), tuple(draws))

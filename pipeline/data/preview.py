@@ -37,28 +37,28 @@ def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
 
     Raises InputError if the stage does not read a field, or if the job maps a column to two fields.
     """
-    made = {}
-    for name in ("train", "eval"):
-        sources = zip(sources_of(getattr(data, name)), sources_with_defaults(data, name), strict=True)
-        made[name] = tuple(
-            _source_kind(stage, full, f"data.{name}.{index}" if own.columns else "data", data.pairs)
-            for index, (own, full) in enumerate(sources)
+    kinds = {}
+    for split in ("train", "eval"):
+        sources = zip(sources_of(getattr(data, split)), sources_with_defaults(data, split), strict=True)
+        kinds[split] = tuple(
+            _source_kind(stage, resolved, f"data.{split}.{index}" if source.columns else "data", data.pairs)
+            for index, (source, resolved) in enumerate(sources)
         )
-    return made
+    return kinds
 
 
 def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
     """Returns the kind of the rows of one source. `key` is the section of the job that sets the source's columns."""
     columns, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # rows of data.eval and data.pairs have different formats
-        other = kind_of("pairs" if stage == "evaluate" else "evaluate")
-        others = {*known_fields(other)} - {*known_fields(kind)}
-        others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
-        columns = {field: column for field, column in columns.items() if field not in others}
+        other_kind = kind_of("pairs" if stage == "evaluate" else "evaluate")
+        unread_fields = {*known_fields(other_kind)} - {*known_fields(kind)}
+        unread_fields |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
+        columns = {field: column for field, column in columns.items() if field not in unread_fields}
     check_column_names(columns, kind, f"{key}.columns")
     if source.label and "good" in source.label and not kind.reads_label:
-        wanted = "expected {first: VALUE, second: VALUE}"
-        raise InputError(f"`{stage}` reads no ratings; {wanted}", key=f"{key}.label")
+        expected = "expected {first: VALUE, second: VALUE}"
+        raise InputError(f"`{stage}` reads no ratings; {expected}", key=f"{key}.label")
     rule = Rule.from_job(source.label) if source.label else None
     digest = functions.digest_functions([source.transform]) if source.transform else ""
     return kind.with_preprocess(Preprocess(columns, rule, source.transform, digest, source.group_by))
@@ -66,32 +66,32 @@ def _source_kind(stage: str, source: Source, key: str, pairs: Any) -> Kind:
 
 def known_fields(kind: Kind) -> list[str]:
     """Returns the fields that rows of a kind may have: first the fields of all formats, then optional fields."""
-    needs = [name for format in kind.formats for name in field_names(format)]
-    pair = UNORDERED if kind.has_pairs else ()
-    input_of = ("input", "history") if "instruction" in needs else ()
-    of_all = ("system", "tools", "chat_template_kwargs")
-    return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, *of_all])]
+    format_fields = [name for format in kind.formats for name in field_names(format)]
+    pair_fields = UNORDERED if kind.has_pairs else ()
+    input_fields = ("input", "history") if "instruction" in format_fields else ()
+    common = ("system", "tools", "chat_template_kwargs")
+    return [*dict.fromkeys([*format_fields, *pair_fields, *sorted(kind.further), *input_fields, *common])]
 
 
 def check_column_names(columns: Columns, kind: Kind, key: str = "data.columns") -> None:
     """Raises InputError for fields that the stage never reads or never reads together, and for a column mapped to two fields."""
-    known, taken = known_fields(kind), dict[str, str]()
+    allowed, mapped = known_fields(kind), dict[str, str]()
     for field, column in columns.items():
-        near = difflib.get_close_matches(field, known, 1)
-        if field not in known and (near or "row" not in kind.columns):
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+        matches = difflib.get_close_matches(field, allowed, 1)
+        if field not in allowed and (matches or "row" not in kind.columns):
+            hint = f"did you mean {matches[0]}?" if matches else f"expected one of {', '.join(allowed)}"
             raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
         if isinstance(column, list) and field != "label":
             raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
-        for one in as_list(column):
-            if one in taken:
-                found = f"found {one!r}, which is {key}.{taken[one]} already"
-                raise InputError(f"{found}; map each column to only one field", key=f"{key}.{field}")
-            taken[one] = field
+        for name in as_list(column):
+            if name in mapped:
+                problem = f"found {name!r}, which is {key}.{mapped[name]} already"
+                raise InputError(f"{problem}; map each column to only one field", key=f"{key}.{field}")
+            mapped[name] = field
     if not formats_with(columns, kind.formats):
-        one_of = " | ".join(kind.formats)
-        found = f"no row of `{kind.stage}` has {' and '.join(columns)}"
-        raise InputError(f"{found}; expected fields of one of {one_of}", key=key)
+        formats = " | ".join(kind.formats)
+        problem = f"no row of `{kind.stage}` has {' and '.join(columns)}"
+        raise InputError(f"{problem}; expected fields of one of {formats}", key=key)
 
 
 def check_columns_exist(
@@ -106,12 +106,12 @@ def check_columns_exist(
         return False
 
     for field, column in columns.items():
-        for one in as_list(column):
-            if rows and not any(has(row, one) for row in rows):
+        for path in as_list(column):
+            if rows and not any(has(row, path) for row in rows):
                 names = dict.fromkeys(name for row in rows for name in some_keys(row))
                 shown = escape_controls(", ".join([*names][:30]), lines=False)
-                found = f"{file}: rows 1-{len(rows):,} have no column {one!r}; the columns are {shown}"
-                raise InputError(found, key=f"{key}.{field}")
+                problem = f"{file}: rows 1-{len(rows):,} have no column {path!r}; the columns are {shown}"
+                raise InputError(problem, key=f"{key}.{field}")
 
 
 @dataclass(frozen=True)
@@ -133,32 +133,32 @@ def resolve_labels(
     Raises InputError if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
     heads = []
-    for name, sources in kinds.items():
+    for split, sources in kinds.items():
         for index, kind in enumerate(sources):
-            section = f"data.{name}.{index}" if len(sources) > 1 else "data"
-            for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
-                heads.append(Head(name, section, file.path, kind, first_rows(file, kind)[0]))
+            section = f"data.{split}.{index}" if len(sources) > 1 else "data"
+            for file in [file for file in files.get(split, ()) if file.source == index][:FILES]:
+                heads.append(Head(split, section, file.path, kind, first_rows(file, kind)[0]))
     labels: dict[str, list[Any]] = {}  # {preprocessing: labels of all sources with this preprocessing}
     for head in heads:
         columns = head.kind.preprocess.columns
         check_columns_exist(columns, head.rows, head.path, f"{head.section}.columns")
-        found = labels.setdefault(repr(head.kind.preprocess), [])
+        head_labels = labels.setdefault(repr(head.kind.preprocess), [])
         for row in head.rows:
             with contextlib.suppress(RowError):  # the task that reads this row later reports the error
                 row = rename_columns(row, columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
-                    found.append(row["label"])
+                    head_labels.append(row["label"])
         check_ratings(head)
 
     def with_rule(kind: Kind) -> Kind:
-        one = kind.preprocess
-        if not kind.has_pairs or one.rule is not None or not labels.get(repr(one)):
+        preprocess = kind.preprocess
+        if not kind.has_pairs or preprocess.rule is not None or not labels.get(repr(preprocess)):
             return kind
-        head = next(head for head in heads if head.kind.preprocess == one)
-        rule = derive_rule(labels[repr(one)], one.columns, f"{head.section}.label")
-        return kind.with_preprocess(replace(one, rule=rule))
+        head = next(head for head in heads if head.kind.preprocess == preprocess)
+        rule = derive_rule(labels[repr(preprocess)], preprocess.columns, f"{head.section}.label")
+        return kind.with_preprocess(replace(preprocess, rule=rule))
 
-    made = {name: tuple(map(with_rule, sources)) for name, sources in kinds.items()}
+    resolved = {split: tuple(map(with_rule, sources)) for split, sources in kinds.items()}
     for head in heads:
         kind = with_rule(head.kind)
         # head.rows are already the results of data.transform
@@ -168,27 +168,27 @@ def resolve_labels(
             raise InputError(problem, key=f"data.{head.split}")
         check_unread_label(head)
         check_printed_lists(head)
-    return made
+    return resolved
 
 
 def check_ratings(head: Head) -> None:
     """Raises InputError if data.label is not set although labels are 0 and -1, or some labels mean neither good nor bad."""
     columns = head.kind.preprocess.columns
     pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
-    found = guess.labels_in_rows(columns, head.rows)
+    labels = guess.labels_in_rows(columns, head.rows)
     if pair or not head.kind.reads_label or head.kind.preprocess.rule is not None:
         return
-    if are_mostly_ratings(found) and not are_clear(found):
-        other = next((show_json(one) for one in found if is_good_label(one) is None), "")
-        why = (
-            f"{other}, which means neither good nor bad"
-            if other
+    if are_mostly_ratings(labels) and not are_clear(labels):
+        unclear = next((show_json(label) for label in labels if is_good_label(label) is None), "")
+        reason = (
+            f"{unclear}, which means neither good nor bad"
+            if unclear
             else "0 and -1, one of which may mean unrated"
         )
-        values = "{good: VALUE, bad: VALUE}" if other else "{good: 1, bad: -1}"
+        values = "{good: VALUE, bad: VALUE}" if unclear else "{good: 1, bad: -1}"
         key = f"{head.section}.label"
         column = columns.get("label", "label")
-        problem = f"{head.path}: the column {column!r} has {why}; set {how_to_set(key, values)}"
+        problem = f"{head.path}: the column {column!r} has {reason}; set {how_to_set(key, values)}"
         raise InputError(problem, key=key)
 
 
@@ -211,10 +211,10 @@ def check_printed_lists(head: Head) -> None:
         column = head.kind.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
         if len(cells) > 1 and all(map(is_printed_list, cells)):
-            found = (
+            problem = (
                 f"{head.path}: each {column!r} is a list in Python's notation, such as {show_json(cells[0])}"
             )
-            raise InputError(f"{found}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
+            raise InputError(f"{problem}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
 
 
 def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:
@@ -232,4 +232,4 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
 
 def fits_kind(row: dict[str, Any], kind: Kind) -> bool:
     """Returns True if a row matches a format of the kind, or if an error prevents the check."""
-    return any(not isinstance(made, dict) or format_of(made, kind) is not None for made in kind.rows(row))
+    return any(not isinstance(item, dict) or format_of(item, kind) is not None for item in kind.rows(row))

@@ -69,8 +69,8 @@ def prepare_rows(
     Raises InputError if files are missing, if the rows are unusable, or if no row is left.
     """
     begin = time.monotonic()
-    aside = dict[str, str]()
-    files, options = plan_reading(stage, data, tokenizer, context_length, packing, aside)
+    unread = dict[str, str]()
+    files, options = plan_reading(stage, data, tokenizer, context_length, packing, unread)
     if not files:
         raise InputError(
             f"stage {stage} needs rows; set data.train, e.g. data.train=rows.jsonl", key="data.train"
@@ -82,12 +82,12 @@ def prepare_rows(
     if manifest is None:
         chunks = [
             chunk
-            for name, listing in files.items()
+            for split, listing in files.items()
             for file in listing
-            for chunk in plan_chunks(file, name, options.kind_in(name, file.source))
+            for chunk in plan_chunks(file, split, options.kind_in(split, file.source))
         ]
         storage.require_writable(folder, "data.cache_dir", "./cache")
-        on_ray = not ray_for_rows or sum(file.size for some in files.values() for file in some) > SMALL
+        on_ray = not ray_for_rows or sum(file.size for listing in files.values() for file in listing) > SMALL
         with ray_for_rows() if on_ray and ray_for_rows else contextlib.nullcontext():
             repeated = repeated_rows(run_tasks(hash_rows, chunks, on_ray), chunks) if data.deduplicate else {}
             shared = {"tokenizer": tokenizer, "options": options, "folder": folder, "repeated": repeated}
@@ -97,23 +97,23 @@ def prepare_rows(
         manifest = {"key": key, **manifest_of(counts, tokenizer, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
     report = Report.from_dict(manifest["report"])
-    here = ray_for_rows is not None
-    if not here:
+    in_process = ray_for_rows is not None
+    if not in_process:
         set_up_ray_data()
-    sets = {
-        name: load_parts(folder, parts, manifest["columns"], here)
-        for name, parts in manifest["parts"].items()
+    tables = {
+        split: load_parts(folder, parts, manifest["columns"], in_process)
+        for split, parts in manifest["parts"].items()
     }
     mixture = describe_sources(report, data, files)
-    read = {file.path for some in files.values() for file in some}
-    report.not_read = {path: why for path, why in aside.items() if path not in read}
+    read_paths = {file.path for listing in files.values() for file in listing}
+    report.not_read = {path: reason for path, reason in unread.items() if path not in read_paths}
     report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
     return Prepared(
-        sets.get("train"),
-        sets.get("eval"),
+        tables.get("train"),
+        tables.get("eval"),
         report,
         manifest["digests"],
-        {name: hashlib.sha256(f"{key}:{name}".encode()).hexdigest()[:32] for name in sets},
+        {split: hashlib.sha256(f"{key}:{split}".encode()).hexdigest()[:32] for split in tables},
         mixture,
     )
 
@@ -124,36 +124,36 @@ def plan_reading(
     tokenizer: Any,
     context_length: int | None,
     packing: bool = False,
-    aside: Any = None,
+    unread: Any = None,
 ) -> tuple[dict[str, list[File]], Options]:
     """Returns the files of each split and the options for tasks, with label rules from the first rows, without using Ray.
 
-    Adds the unread files of folders to `aside`, as {path: reason}.
+    Adds the unread files of folders to `unread`, as {path: reason}.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
     splits = [(key, spec) for key in ("train", "eval") if (spec := getattr(data, key))]
-    files = {key: find_files(spec, f"data.{key}", aside) for key, spec in splits}
+    files = {key: find_files(spec, f"data.{key}", unread) for key, spec in splits}
     return files, replace(options, kinds=resolve_labels(options.kinds, files))
 
 
 def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> Mixture | None:
     """Adds settings and rows per epoch of each source to the report. Returns the mixture of data.train."""
-    for name, counts in report.sources.items():
-        origin = "eval" if "eval" in files and name == "eval" else "train"
+    for split, entries in report.sources.items():
+        origin = "eval" if "eval" in files and split == "eval" else "train"
         sources = sources_of(getattr(data, origin))
-        for one in counts:
-            source = sources[one.source]
-            one.path, one.columns, one.transform = source.path, source.columns, source.transform
-            one.revision = next(file.revision for file in files[origin] if file.source == one.source)
-    sizes = {one.source: one.rows for one in report.sources.get("train", ())}
+        for entry in entries:
+            source = sources[entry.source]
+            entry.path, entry.columns, entry.transform = source.path, source.columns, source.transform
+            entry.revision = next(file.revision for file in files[origin] if file.source == entry.source)
+    sizes = {entry.source: entry.rows for entry in report.sources.get("train", ())}
     sources = sources_of(data.train)
     mixture = mix_sources(
         sources, [sizes.get(index, 0) for index in range(len(sources))], data.stopping_strategy
     )
     if mixture:
-        for one in report.sources["train"]:
-            one.drawn = mixture.draws[one.source]
+        for entry in report.sources["train"]:
+            entry.drawn = mixture.draws[entry.source]
     return mixture
 
 
@@ -188,20 +188,20 @@ def manifest_of(counts: list[Counts], tokenizer: Any, options: Options) -> dict[
     report = report_of(counts, tokenizer, options)
     margins = sum_counts(counts)["margins"]
     return {
-        "parts": {name: [one.parts[name] for one in counts if name in one.parts] for name in report.splits},
+        "parts": {split: [c.parts[split] for c in counts if split in c.parts] for split in report.splits},
         "columns": [name for name in columns_of(options) if name != "margin" or margins],
-        "digests": {name: content_digest(name, counts, options) for name in report.splits},
+        "digests": {split: content_digest(split, counts, options) for split in report.splits},
         "report": report.to_dict(),
     }
 
 
-def content_digest(name: str, counts: list[Counts], options: Options) -> str:
+def content_digest(split: str, counts: list[Counts], options: Options) -> str:
     """Returns a digest of a split's rows in their order. The digest includes data.eval_fraction, if set, and the seed."""
-    whole = RowsDigest()
-    for one in of_split("train" if options.eval_fraction else name, counts):
-        whole.extend(one.digest)
-    held = f"{name}:{options.eval_fraction}:{options.seed}" if options.eval_fraction else ""
-    return hashlib.sha256(f"{whole.count}:{whole.value}:{held}".encode()).hexdigest()
+    digest = RowsDigest()
+    for chunk_counts in of_split("train" if options.eval_fraction else split, counts):
+        digest.extend(chunk_counts.digest)
+    held_out = f"{split}:{options.eval_fraction}:{options.seed}" if options.eval_fraction else ""
+    return hashlib.sha256(f"{digest.count}:{digest.value}:{held_out}".encode()).hexdigest()
 
 
 def repeated_rows(hashes: list[bytes], chunks: list[FileChunk]) -> dict[int, Any]:
@@ -211,13 +211,13 @@ def repeated_rows(hashes: list[bytes], chunks: list[FileChunk]) -> dict[int, Any
     repeated = {}
     for split in ("train", "eval"):
         indices = [index for index, chunk in enumerate(chunks) if chunk.split == split]
-        rows = [np.frombuffer(hashes[index], dtype=np.uint64) for index in indices]
-        whole = np.concatenate([*rows, np.empty(0, np.uint64)])
-        again = np.ones(len(whole), dtype=bool)
-        again[np.unique(whole, return_index=True)[1]] = False
-        ends = np.cumsum([len(some) for some in rows], dtype=int)
-        for index, places in zip(indices, np.split(again, ends[:-1]), strict=False):
-            repeated[index] = np.flatnonzero(places)
+        arrays = [np.frombuffer(hashes[index], dtype=np.uint64) for index in indices]
+        all_hashes = np.concatenate([*arrays, np.empty(0, np.uint64)])
+        repeats = np.ones(len(all_hashes), dtype=bool)
+        repeats[np.unique(all_hashes, return_index=True)[1]] = False
+        ends = np.cumsum([len(array) for array in arrays], dtype=int)
+        for index, mask in zip(indices, np.split(repeats, ends[:-1]), strict=False):
+            repeated[index] = np.flatnonzero(mask)
     return repeated
 
 
@@ -229,8 +229,8 @@ def run_tasks(work: Callable[[FileChunk, int], Any], chunks: list[FileChunk], on
 
     set_up_ray_data()
     task = functools.partial(run_chunks, shared=ray.put((chunks, work)))
-    numbers = ray.data.range(len(chunks), override_num_blocks=len(chunks))
-    rows = numbers.map_batches(task, batch_size=None, batch_format="numpy").take_all()
+    indices = ray.data.range(len(chunks), override_num_blocks=len(chunks))
+    rows = indices.map_batches(task, batch_size=None, batch_format="numpy").take_all()
     rows.sort(key=lambda row: row["index"])
     return [pickle.loads(row["result"]) for row in rows]
 
@@ -260,8 +260,8 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
     listed = {
-        name: [(storage.absolute(file.path), file.size, file.mtime, file.source) for file in listing]
-        for name, listing in files.items()
+        split: [(storage.absolute(file.path), file.size, file.mtime, file.source) for file in listing]
+        for split, listing in files.items()
     }
     digests = tokenizer_digest(tokenizer), template_digest(tokenizer)
     parts = [VERSION, DATE, listed, *digests, options.cache_parts()]

@@ -124,9 +124,9 @@ class Report:
     def labels(self) -> tuple[int, int]:
         """Returns the numbers of desirable and undesirable rows in an epoch. For weighted sources, the numbers are averages."""
         desirable = drawn = 0.0
-        for one in self.sources["train"]:
-            share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
-            desirable, drawn = desirable + share * (one.desirable or 0), drawn + share * one.kept
+        for source in self.sources["train"]:
+            share = 1 if source.drawn is None else source.drawn / max(1, source.rows)
+            desirable, drawn = desirable + share * (source.desirable or 0), drawn + share * source.kept
         return round(desirable), round(drawn) - round(desirable)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,25 +134,25 @@ class Report:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "Report":
-        splits = {name: Split(**split) for name, split in value["splits"].items()}
-        sources = {name: [Split(**one) for one in some] for name, some in value["sources"].items()}
+        splits = {split: Split(**counts) for split, counts in value["splits"].items()}
+        sources = {split: [Split(**source) for source in group] for split, group in value["sources"].items()}
         overlap = tuple(value["overlap"]) if value["overlap"] else None
         return cls(**{**value, "splits": splits, "sources": sources, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
-        did = "loaded from the cache" if self.reused else "read and tokenized"
+        action = "loaded from the cache" if self.reused else "read and tokenized"
         lines = [
-            f"data for stage {self.stage}: at most {self.max_length} tokens per row, {did} in {self.seconds:.1f} s"
+            f"data for stage {self.stage}: at most {self.max_length} tokens per row, {action} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
             lines += ["", name, *(report_line(*entry) for entry in self._entries(name, split))]
         if self.packed is not None:
             lines.append(report_line("packed", f"{with_unit(self.packed)} of up to {self.max_length} tokens"))
         if self.duplicates:
-            repeats = (
+            duplicates = (
                 f"{with_unit(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
             )
-            lines += ["", f"duplicates    {repeats}"]
+            lines += ["", f"duplicates    {duplicates}"]
         lines += [report_line("warning", note) for note in (*self.notes, *self._not_read())]
         if self.skipped:
             lines += [
@@ -161,9 +161,9 @@ class Report:
                 *(f"  {escape_controls(row, lines=False)}" for row in self.skipped),
             ]
         if self.samples and samples:
-            marked = {"learned": "trained tokens", "scored": "completions"}
-            between = marked.get(kind_of(self.stage).completions)
-            lines += ["", f"samples{f', the {between} between ⟦ and ⟧' if between else ''}:"]
+            markings = {"learned": "trained tokens", "scored": "completions"}
+            marking = markings.get(kind_of(self.stage).completions)
+            lines += ["", f"samples{f', the {marking} between ⟦ and ⟧' if marking else ''}:"]
             for index, sample in enumerate(self.samples, 1):
                 lines += [f"--- {index} " + "-" * 66, escape_controls(sample)]
         return "\n".join(lines)
@@ -173,20 +173,20 @@ class Report:
         parts = []
         for name, split in self.splits.items():
             kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
-            why = [f"{split.truncated:,} truncated"] if split.truncated else []
+            notes = [f"{split.truncated:,} truncated"] if split.truncated else []
             if split.read - split.kept > MANY * split.read and split.dropped:
                 kind, rows = max(split.dropped.items(), key=itemgetter(1))
-                why = [f"{rows:,} {error_kind_name(kind)}", *why]
-            parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(why)})" if why else ""))
+                notes = [f"{rows:,} {error_kind_name(kind)}", *notes]
+            parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(notes)})" if notes else ""))
         parts += [with_unit(self.duplicates, "duplicate")] if self.duplicates else []
         columns = [f"not read: {text}" for text in map(unread_columns, self.splits.values()) if text]
         return "; ".join([", ".join(parts), *columns[:1], *self._not_read()])
 
     def _not_read(self) -> list[str]:
         """Returns a list with one text about unread files in folders, or an empty list."""
-        named = [f"{path} ({why})" for path, why in self.not_read.items()]
-        more = [f"{len(named) - MAX_FILES:,} more"] if len(named) > MAX_FILES else []
-        return [f"not read: {', '.join(named[:MAX_FILES] + more)}"] if named else []
+        files = [f"{path} ({reason})" for path, reason in self.not_read.items()]
+        more = [f"{len(files) - MAX_FILES:,} more"] if len(files) > MAX_FILES else []
+        return [f"not read: {', '.join(files[:MAX_FILES] + more)}"] if files else []
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
         """Yields (title, text) for each line of a split's table."""
@@ -204,16 +204,16 @@ class Report:
         if split.versions:
             yield "versions", versions_in_words(split.versions, split.kept)
         if split.judges:
-            yield "judges", ", ".join(f"{with_unit(rows)} by {one}" for one, rows in split.judges.items())
+            yield "judges", ", ".join(f"{with_unit(rows)} by {judge}" for judge, rows in split.judges.items())
         if split.text_rows:
             plain = f"{with_unit(split.text_rows)} of plain text"
-            does = " (to apply one, set model.chat_template=plain or data.apply_chat_template=true)"
-            applied = ("the", "") if self.text_as_chat else ("no", does)
+            hint = " (to apply one, set model.chat_template=plain or data.apply_chat_template=true)"
+            applied = ("the", "") if self.text_as_chat else ("no", hint)
             yield "template", f"{applied[0]} chat template is applied to {plain}{applied[1]}"
         if split.unread:
             yield "not read", unread_columns(split)
-        for why, rows in sorted(split.dropped.items()):
-            yield "dropped", f"{rows:,} {error_kind_name(why)}"
+        for reason, rows in sorted(split.dropped.items()):
+            yield "dropped", f"{rows:,} {error_kind_name(reason)}"
         if split.truncated:
             yield "truncated", f"{split.truncated:,}"
         for part in ("prompt", "completion"):
@@ -221,36 +221,36 @@ class Report:
             if lengths.get("max"):
                 yield f"{part} tokens", "   ".join(f"{key} {value}" for key, value in lengths.items())
         sources = self.sources.get(name, [])
-        if len(sources) > 1 or any(one.revision for one in sources):
-            epoch = [one.rows if one.drawn is None else one.drawn for one in sources]
-            for one, drawn in zip(sources, epoch, strict=True):
+        if len(sources) > 1 or any(source.revision for source in sources):
+            epoch = [source.rows if source.drawn is None else source.drawn for source in sources]
+            for source, drawn in zip(sources, epoch, strict=True):
                 yield "source", "".join((
-                    one.path,
-                    f" at commit {one.revision[:12]}" if one.revision else "",
-                    f" through {one.transform}" if one.transform else "",
-                    f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else "",
-                    f": read {one.read:,}, kept {one.kept:,}, dropped {sum(one.dropped.values()):,}",
-                    f" ({with_unit(one.tokens, 'token')})",
-                    "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn per epoch",
+                    source.path,
+                    f" at commit {source.revision[:12]}" if source.revision else "",
+                    f" through {source.transform}" if source.transform else "",
+                    f" with columns {json.dumps(source.columns, ensure_ascii=False)}" if source.columns else "",
+                    f": read {source.read:,}, kept {source.kept:,}, dropped {sum(source.dropped.values()):,}",
+                    f" ({with_unit(source.tokens, 'token')})",
+                    "" if source.drawn is None else f", {drawn:,} of {source.rows:,} drawn per epoch",
                     f", {drawn / max(1, sum(epoch)):.2%} of the rows",
-                    f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
+                    f"; {versions_in_words(source.versions, source.kept)}" if source.versions else "",
                 ))  # fmt: skip
         yield from (("warning", text) for text in self._warnings(name, split))
 
     def _warnings(self, name: str, split: Split) -> Iterator[str]:
         completions = kind_of(self.stage).completions
-        for column, hidden in split.unread.items():
+        for column, count in split.unread.items():
             if column == "tools" or column.rpartition(".")[2] in THOUGHTS:
                 yield (
-                    f"the model does not see the `{column}` of {with_unit(hidden)}, because the chat template omits this key; "
+                    f"the model does not see the `{column}` of {with_unit(count)}, because the chat template omits this key; "
                     "for a template with this key, set model.chat_template=FILE"
                 )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
-            why = "all completions are truncated (data.max_length)"
+            cause = "all completions are truncated (data.max_length)"
             if split.truncated < split.kept:
-                why = "the chat template omits such a token (model.chat_template)"
-            what = "no training completion contains a token that ends generation"
-            yield f"{what}, so the model does not learn to stop, because {why}"
+                cause = "the chat template omits such a token (model.chat_template)"
+            problem = "no training completion contains a token that ends generation"
+            yield f"{problem}, so the model does not learn to stop, because {cause}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
@@ -262,8 +262,8 @@ def unread_columns(split: Split) -> str:
     """Returns a text about the columns that the model does not see, or ""."""
     names = sorted(split.unread, key=lambda column: -split.unread[column])
     more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-    some = {name: f" ({with_unit(rows)})" for name, rows in split.unread.items() if rows < split.kept}
-    shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
+    notes = {name: f" ({with_unit(rows)})" for name, rows in split.unread.items() if rows < split.kept}
+    shown = ", ".join(column[:60] + notes.get(column, "") for column in names[:8])
     return f"column{'s' * (len(names) > 1)} {shown}{more}" if names else ""
 
 
@@ -277,17 +277,17 @@ def report_line(title: str, text: str) -> str:
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
     """Creates the report from the counts of all chunks, which must be in the order of the chunks."""
     report = Report(options.kind.stage, options.max_length, text_as_chat=options.apply_template)
-    for name in ("train", "eval"):
-        if with_split := [one for one in counts if any(split == name for split, *_ in one.tally)]:
-            report.splits[name] = split_of(name, with_split)
-            sources = sorted({one.chunk.source for one in with_split})
-            report.sources[name] = [split_of(name, with_split, source) for source in sources]
-    report.skipped = [error_with_count(*one) for one in first_errors(counts)]
+    for split in ("train", "eval"):
+        if split_counts := [c for c in counts if any(name == split for name, *_ in c.tally)]:
+            report.splits[split] = split_of(split, split_counts)
+            sources = sorted({chunk_counts.chunk.source for chunk_counts in split_counts})
+            report.sources[split] = [split_of(split, split_counts, source) for source in sources]
+    report.skipped = [error_with_count(*entry) for entry in first_errors(counts)]
     by_source: dict[int, list[str]] = {}
-    for one in counts:
-        by_source.setdefault(one.chunk.source, []).extend(one.samples)
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
-    report.samples = [text for text in in_turn if text is not None][:SAMPLES]
+    for chunk_counts in counts:
+        by_source.setdefault(chunk_counts.chunk.source, []).extend(chunk_counts.samples)
+    interleaved = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
+    report.samples = [text for text in interleaved if text is not None][:SAMPLES]
     report.duplicates, report.overlap = count_duplicates(counts), count_overlap(counts)
     report.packed = report.splits["train"].rows if options.packing and "train" in report.splits else None
     report.notes = list(row_warnings(counts, tokenizer, options))
@@ -313,9 +313,9 @@ def length_percentiles(histogram: Counter[int]) -> dict[str, int]:
     import numpy as np
 
     lengths = sorted(histogram)
-    seen = np.cumsum([histogram[length] for length in lengths])
+    cumulative = np.cumsum([histogram[length] for length in lengths])
     return {
-        name: lengths[np.searchsorted(seen, share * seen[-1])]
+        name: lengths[np.searchsorted(cumulative, share * cumulative[-1])]
         for name, share in PERCENTILES.items()
         if lengths
     }
@@ -324,29 +324,29 @@ def length_percentiles(histogram: Counter[int]) -> dict[str, int]:
 def row_warnings(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterator[str]:
     """Yields warnings about the rows of all splits."""
     completions, total = options.kind.completions, sum_counts(counts)
-    yield from (str(one.unread) for one in counts if one.unread)
+    yield from (str(chunk_counts.unread) for chunk_counts in counts if chunk_counts.unread)
     if completions == "learned" and total["margins"]:
         yield f"{options.kind.stage} ignores the column `margin`, which only rm uses"
     if special := total["special_tokens"]:
-        way, other, value = "ordinary text", "control tokens", "true"
+        current, other, value = "ordinary text", "control tokens", "true"
         if options.apply_template:
             other += "; rows that contain the chat template's markup also need data.apply_chat_template=false"
         if options.parse_special_tokens:
-            way, other, value = "control tokens", "ordinary text", "false"
+            current, other, value = "control tokens", "ordinary text", "false"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
         yield (
-            f"{with_unit(total['special_rows'].total())} with special tokens in the text ({names}), which are encoded as {way} "
+            f"{with_unit(total['special_rows'].total())} with special tokens in the text ({names}), which are encoded as {current} "
             f"(data.parse_special_tokens={value} encodes them as {other})"
         )
     if joined := total["joined"].total():
-        what = f"{with_unit(joined)} of plain text without white space between prompt and completion"
-        yield f"{what}; to separate both, set model.chat_template=plain, which renders a dialogue"
+        problem = f"{with_unit(joined)} of plain text without white space between prompt and completion"
+        yield f"{problem}; to separate both, set model.chat_template=plain, which renders a dialogue"
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
-        what = (
+        problem = (
             f"the base has no chat template, so {with_unit(messages)} of messages use the built-in template"
         )
-        yield f"{what}; set model.chat_template=plain in every stage, or a Jinja file"
+        yield f"{problem}; set model.chat_template=plain in every stage, or a Jinja file"
     has_template = completions != "scored" and (options.apply_template or messages)
     if has_template and (unlearned := encoder_of(tokenizer, options).unlearned_end()):
         end, stops = unlearned
@@ -366,24 +366,24 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
 
     A file without rows counts as one bad row.
     """
-    read = Counter[str]()
-    for one in counts:
-        read[one.chunk.path] += sum_counts([one])["read"].total()
-    for one in counts:
-        if one.chunk.start == 0 and not read[one.chunk.path]:
-            empty = RowError("empty_file", "", "no rows", "at least one row")
-            one.leave_out(one.chunk.split, 1, empty)
-            locate_errors([empty], one.chunk)
-    for name in dict.fromkeys(one.chunk.split for one in counts):
-        part, key = of_split(name, counts), f"data.{name}"
+    rows_read = Counter[str]()
+    for chunk_counts in counts:
+        rows_read[chunk_counts.chunk.path] += sum_counts([chunk_counts])["read"].total()
+    for chunk_counts in counts:
+        if chunk_counts.chunk.start == 0 and not rows_read[chunk_counts.chunk.path]:
+            error = RowError("empty_file", "", "no rows", "at least one row")
+            chunk_counts.leave_out(chunk_counts.chunk.split, 1, error)
+            locate_errors([error], chunk_counts.chunk)
+    for split in dict.fromkeys(chunk_counts.chunk.split for chunk_counts in counts):
+        part, key = of_split(split, counts), f"data.{split}"
         total = sum_counts(part)
         if total["bad"] and (options.on_error == "raise" or unclear_labels(total)):
             raise InputError(describe_bad_rows(part), key=key)
-        read_files = {one.chunk.path for one in part if sum_counts([one])["kept"]}
-        for one in part:
-            if one.unread and one.chunk.path not in read_files:
-                why = f"no row of this file can be read; repair the file, or remove it from {key}"
-                raise InputError(f"{one.unread}; {why}", key=key)
+        read_files = {chunk_counts.chunk.path for chunk_counts in part if sum_counts([chunk_counts])["kept"]}
+        for chunk_counts in part:
+            if chunk_counts.unread and chunk_counts.chunk.path not in read_files:
+                problem = f"no row of this file can be read; repair the file, or remove it from {key}"
+                raise InputError(f"{chunk_counts.unread}; {problem}", key=key)
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])
             if "overlong" in total["dropped"]:
@@ -391,9 +391,9 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
                 advice += f"; the prompts alone fill {tokens}; raise this limit"
-            why = error_kinds_in_words(total["dropped"]) or "the files are empty"
-            raise InputError(f"none of {total['read'].total()} rows is usable ({why}){advice}", key=key)
-    kept = {name: sum_counts(counts, name)["kept"].total() for name in ("train", "eval")}
+            problem = error_kinds_in_words(total["dropped"]) or "the files are empty"
+            raise InputError(f"none of {total['read'].total()} rows is usable ({problem}){advice}", key=key)
+    kept = {split: sum_counts(counts, split)["kept"].total() for split in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
             f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
@@ -412,17 +412,17 @@ def describe_bad_rows(counts: Sequence[Counts]) -> str:
     total = sum_counts(counts)
     kinds, read = total["bad"], total["read"].total()
     bad = kinds.total() - kinds["empty_file"]
-    what = f"{bad:,} of {with_unit(read)} cannot be used" if bad else "nothing to read"
-    first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
-    lines = [f"  {error_with_count(*one)}" for one in first]
-    if left := kinds.total() - sum(rows for _, rows in first):
-        lines.append(f"  and {left:,} more")
+    intro = f"{bad:,} of {with_unit(read)} cannot be used" if bad else "nothing to read"
+    errors = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
+    lines = [f"  {error_with_count(*entry)}" for entry in errors]
+    if remaining := kinds.total() - sum(rows for _, rows in errors):
+        lines.append(f"  and {remaining:,} more")
     advice = "fix these rows, or set data.on_error=skip to skip them"
     if unclear_labels(total):
         advice = "set data.label to the meanings of the labels"
     if "overlong" in kinds:
         advice += "; for long rows, set data.overlong=truncate (or drop)"
-    return "\n".join([f"{what} ({error_kinds_in_words(kinds)}):", *lines, advice + "; nothing was trained"])
+    return "\n".join([f"{intro} ({error_kinds_in_words(kinds)}):", *lines, advice + "; nothing was trained"])
 
 
 def error_kinds_in_words(kinds: Counter[str]) -> str:

@@ -39,8 +39,8 @@ def formats_with(columns: Columns, formats: Mapping[str, Any]) -> dict[str, Any]
     """Returns the formats that have all mapped fields, so that unmapped columns cannot select another format."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
-    known = {field for format in formats for field in format.split("+")}
-    mapped = {sides.get(field, field) for field in fields} & known
+    format_fields = {field for format in formats for field in format.split("+")}
+    mapped = {sides.get(field, field) for field in fields} & format_fields
     return {format: parser for format, parser in formats.items() if mapped <= {*format.split("+")}}
 
 
@@ -50,18 +50,18 @@ def rename_columns(row: dict[str, Any], columns: Columns, needed: Iterable[str])
     Raises RowError if the row lacks the column of a `needed` field, or if an unmapped column has the name of a mapped field.
     """
     fields: dict[str, Any] = {}
-    sources = [one for column in columns.values() for one in as_list(column)]
+    paths = [path for column in columns.values() for path in as_list(column)]
     for field, column in columns.items():
         try:
-            values = [value_at(row, one) for one in as_list(column)]
+            values = [value_at(row, path) for path in as_list(column)]
         except KeyError as error:
-            if field in needed or (field in row and field not in sources):
+            if field in needed or (field in row and field not in paths):
                 found, column = fields_of(row) + suggest_key(error.args[0], row), str(error.args[0])
                 expected = f"the column in data.columns.{field}"
                 raise RowError("missing_field", column, found, expected) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]
-    used = {one if one in row else one.partition(".")[0] for one in sources}
+    used = {path if path in row else path.partition(".")[0] for path in paths}
     return {**{name: value for name, value in row.items() if name not in used}, **fields}
 
 
@@ -105,21 +105,21 @@ class Preprocess:
             yield flatten_annotation(row, as_list(self.columns.get("label")))
             return
         try:
-            made = function(self.transform)(row)
-            made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
+            results = function(self.transform)(row)
+            results = list(results) if isinstance(results, list | tuple | types.GeneratorType) else [results]
         except Exception as error:
-            frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
             place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             yield RowError("transform", "", in_brief(error) + place, f"{EXPECTED}, from {self.transform}")
             return
-        if all(one is None for one in made):
+        if all(result is None for result in results):
             yield Dropped("left_out")
             return
-        for one in made:
+        for result in results:
             try:
-                found = f"{type(one).__name__} {show_json(one)}"
-                if isinstance(one, dict):
-                    yield json.loads(row_json(one))  # converts keys to text, and tuples to lists
+                found = f"{type(result).__name__} {show_json(result)}"
+                if isinstance(result, dict):
+                    yield json.loads(row_json(result))  # converts keys to text, and tuples to lists
                     continue
             except (TypeError, ValueError, RecursionError) as error:
                 found = f"a row that is not JSON ({in_brief(error, 100)})"
@@ -135,27 +135,27 @@ class Preprocess:
         rule = self.rule or Rule()
         if rule.good and "label" in row:
             meaning = rule.vote(row["label"])
-            made = {**row, "label": meaning == "good"}
+            changed = {**row, "label": meaning == "good"}
         elif has_pairs and {"first", "second"} <= row.keys():
-            read = {"first_score", "second_score"}
-            if read <= row.keys():
-                one, two = (parse_score(row[name], name) for name in sorted(read))
+            inputs = {"first_score", "second_score"}
+            if inputs <= row.keys():
+                first, second = (parse_score(row[name], name) for name in sorted(inputs))
                 meaning = "unlabeled"
-                if one is not None and two is not None:
-                    meaning = "tie" if one == two else "first" if one > two else "second"
+                if first is not None and second is not None:
+                    meaning = "tie" if first == second else "first" if first > second else "second"
             elif "label" in row:
-                read, meaning = {"label"}, rule.vote(row["label"])
+                inputs, meaning = {"label"}, rule.vote(row["label"])
             else:
                 expected = "`label`, or `first_score` and `second_score`"
                 raise RowError("missing_field", "label", "no such field", expected)
             better, worse = ("second", "first") if meaning == "second" else ("first", "second")
-            made = {name: value for name, value in row.items() if name not in {"first", "second", *read}}
-            made |= {"chosen": row[better], "rejected": row[worse]}
+            changed = {name: value for name, value in row.items() if name not in {"first", "second", *inputs}}
+            changed |= {"chosen": row[better], "rejected": row[worse]}
         else:
             return row
         if note_label and meaning != "unlabeled" and "first_score" not in row:
             self._note(row["label"], meaning, note_label)
-        return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
+        return Dropped(meaning) if meaning in ("tie", "unlabeled") else changed
 
     def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
         """Passes the meaning of a label to `note_label`, and, for several annotators, whether they agree."""
@@ -163,7 +163,7 @@ class Preprocess:
         word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
         value = word if isinstance(label, list) else str(label).strip()[:40]
         note_label(column, word if value.lower() == word else f"{value} = {word}")
-        votes = [normalize_label(one) for one in as_list(label) if not is_blank(one)]
+        votes = [normalize_label(vote) for vote in as_list(label) if not is_blank(vote)]
         if len(votes) > 1:
             agreed = "unanimous" if votes.count(votes[0]) == len(votes) else "not unanimous"
             note_label(f"{column}, {len(votes)} annotators", agreed)

@@ -33,15 +33,15 @@ def split_table_file(path: str, format: str, size: int, chunk_bytes: int) -> lis
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
         return whole  # an Arrow stream does not store the positions of its batches
-    joined: list[Piece] = []
-    start = stop = held = 0
+    pieces: list[Piece] = []
+    start = stop = pending = 0
     with contextlib.suppress(*_damage()), _opened(path) as file:
-        for rows, bytes, _ in _groups(file, format):
-            stop, held = stop + rows, held + bytes
-            if held >= chunk_bytes:
-                joined.append((start, stop, held))
-                start, held = stop, 0
-        return [*joined, (start, stop, held)] if stop > start else joined or whole
+        for rows, group_bytes, _ in _groups(file, format):
+            stop, pending = stop + rows, pending + group_bytes
+            if pending >= chunk_bytes:
+                pieces.append((start, stop, pending))
+                start, pending = stop, 0
+        return [*pieces, (start, stop, pending)] if stop > start else pieces or whole
     return whole
 
 
@@ -50,26 +50,26 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
 
     If the file is damaged, yields a RowError instead of the next row, and then stops.
     """
-    number = at = 0
+    number = position = 0
     try:
         with _opened(path) as file:
-            for size, _, read in _groups(file, format):
+            for size, _, read_batches in _groups(file, format):
                 # Read one row group at a time, so that an error names the row at which the damage begins.
-                for batch in read() if start <= at and (stop < 0 or at < stop) else ():
+                for batch in read_batches() if start <= position and (stop < 0 or position < stop) else ():
                     if error := repeated_column(batch.schema.names):
                         yield 1, error, b""
                         return
                     for row in _rows(batch):
                         number += 1
                         yield number, row, b"" if isinstance(row, RowError) else _canonical(row)
-                at += size
+                position += size
     except _damage() as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
             raise unreadable_file(path, error) from error  # the disk or the network failed
-        what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
-        found = f"{what} that is truncated or damaged here ({in_brief(error)})"
+        description = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
+        found = f"{description} that is truncated or damaged here ({in_brief(error)})"
         lost = f"{stop - start - number:,} rows" if stop >= 0 else "all later rows"
-        yield number + 1, RowError("damaged", "", found, f"{what} that is complete", rest=lost), b""
+        yield number + 1, RowError("damaged", "", found, f"{description} that is complete", rest=lost), b""
 
 
 def _damage() -> tuple[type[Exception], ...]:
@@ -102,7 +102,7 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
             if "UTF8" not in str(error):
                 raise
         size = at_a_time(batch.num_rows, batch.nbytes)
-        yield from (batch.slice(at, size) for at in range(0, batch.num_rows, size))
+        yield from (batch.slice(offset, size) for offset in range(0, batch.num_rows, size))
 
     if format == "arrow":
         for batch in _record_batches(file):
@@ -136,11 +136,11 @@ def _rows(batch: Any) -> Iterator[Any]:
     import pyarrow as pa
 
     columns = zip(batch.schema.names, batch.schema.types, strict=True)
-    texts = [name for name, type in columns if isinstance(type, pa.JsonType)]
+    json_columns = [name for name, arrow_type in columns if isinstance(arrow_type, pa.JsonType)]
     try:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
             yield {
-                name: parse_json(value) if name in texts else without_nulls(value)
+                name: parse_json(value) if name in json_columns else without_nulls(value)
                 for name, value in row.items()
             }
     # Python cannot represent text that is not UTF-8, or a date before the year 1

@@ -51,9 +51,9 @@ class Options:
 
     def cache_parts(self) -> list[tuple[str, Any]]:
         """Returns the settings for the cache key. A Kind cannot be hashed, so they have its stage and preprocessing instead."""
-        preprocess = {split: [one.preprocess for one in kinds] for split, kinds in self.kinds.items()}
-        own = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
-        return sorted((own | {"stage": self.kind.stage, "preprocess": preprocess}).items())
+        preprocess = {split: [kind.preprocess for kind in kinds] for split, kinds in self.kinds.items()}
+        settings = {name: value for name, value in vars(self).items() if name not in ("kind", "kinds")}
+        return sorted((settings | {"stage": self.kind.stage, "preprocess": preprocess}).items())
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
@@ -105,20 +105,20 @@ def tokenize_chunk(
         counts.digest.add(raw)
         if not isinstance(row, RowError):
             counts.keys["rows"] += row_hash(raw)
-        for made in kind.rows(row, task.note_label):
-            done = isinstance(made, RowError | Dropped)
-            batch.append((number, made if done else parse_or_error(made, kind)))
+        for result in kind.rows(row, task.note_label):
+            unusable = isinstance(result, RowError | Dropped)
+            batch.append((number, result if unusable else parse_or_error(result, kind)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
             batch, size = [], 0
     task.flush(batch)
-    for name, writer in task.writers.items():
-        counts.parts[name] = writer.close()
-        counts.add(name, "rows", number=counts.parts[name][1])
+    for split, writer in task.writers.items():
+        counts.parts[split] = writer.close()
+        counts.add(split, "rows", number=counts.parts[split][1])
     # Line numbers of errors require a count of the lines before the chunk, which is made once for all errors.
-    if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
-        locate_errors([*named.values()], chunk)
+    if errors := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
+        locate_errors([*errors.values()], chunk)
     return counts
 
 
@@ -168,60 +168,60 @@ class ReadTask:
         self, number: int, record: Record, outcomes: Sequence[Example | Dropped | RowError]
     ) -> None:
         """Counts a successfully parsed row, and writes its examples."""
-        counts, name = self.counts, self.split_of(number, record)
-        counts.add(name, "read")
+        counts, split = self.counts, self.split_of(number, record)
+        counts.add(split, "read")
         if error := next((item for item in outcomes if isinstance(item, RowError)), None):
-            counts.leave_out(name, number, error)
+            counts.leave_out(split, number, error)
             return
         counts.keys["records"] += record.digests()
-        counts.add(name, "text_rows" if isinstance(record.prompt, str) else "chat_rows")
+        counts.add(split, "text_rows" if isinstance(record.prompt, str) else "chat_rows")
         if record.margin is not None:
-            counts.add(name, "margins")
+            counts.add(split, "margins")
         if special := self.encoder.special_in(record):
-            counts.add(name, "special_rows")
+            counts.add(split, "special_rows")
         for token in special:
-            counts.add(name, "special_tokens", token)
+            counts.add(split, "special_tokens", token)
         for column in self.encoder.unread(record):
-            counts.add(name, "unread", column)
+            counts.add(split, "unread", column)
         if not self.options.apply_template and record.joined():
-            counts.add(name, "joined")
+            counts.add(split, "joined")
         for item in outcomes:
             if isinstance(item, Example):
-                self.add_example(name, record, item)
+                self.add_example(split, record, item)
             else:
-                counts.leave_out(name, number, item)
+                counts.leave_out(split, number, item)
 
     def note_label(self, column: str, meaning: str) -> None:
         self.counts.add(self.chunk.split, "labels", (column, meaning))
 
-    def add_example(self, name: str, record: Record, example: Example) -> None:
-        """Counts a token row of the split `name`, and writes the row."""
+    def add_example(self, split: str, record: Record, example: Example) -> None:
+        """Counts a token row of a split, and writes the row."""
         counts = self.counts
-        counts.add(name, "kept")
-        counts.add(name, "truncated", number=example.truncated)
-        counts.add(name, "ended", number=example.ended)
-        counts.add(name, "tokens", number=example.prompt_tokens + example.completion_tokens)
-        counts.add(name, "prompt_tokens", example.prompt_tokens)
-        counts.add(name, "completion_tokens", example.completion_tokens)
+        counts.add(split, "kept")
+        counts.add(split, "truncated", number=example.truncated)
+        counts.add(split, "ended", number=example.ended)
+        counts.add(split, "tokens", number=example.prompt_tokens + example.completion_tokens)
+        counts.add(split, "prompt_tokens", example.prompt_tokens)
+        counts.add(split, "completion_tokens", example.completion_tokens)
         if (desirable := example.columns.get("label")) is not None:
-            counts.add(name, "desirable", number=desirable)
+            counts.add(split, "desirable", number=desirable)
         if record.version:
-            counts.add(name, "versions", record.version)
+            counts.add(split, "versions", record.version)
         for judge in record.judges:
-            counts.add(name, "judges", judge)
-        if name == "train" and len(counts.samples) < SAMPLES:
+            counts.add(split, "judges", judge)
+        if split == "train" and len(counts.samples) < SAMPLES:
             counts.samples.append(
                 decode_sample(self.encoder.tokenizer, example.columns, example.prompt_tokens)
             )
-        if name not in self.writers:
-            self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
-        self.writers[name].add(example.columns)
+        if split not in self.writers:
+            self.writers[split] = PartWriter(self.folder, f"{self.index:06d}-{split}", self.options)
+        self.writers[split].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
         """Returns the split of a row. If data.transform returns several rows, all have the split of the first row."""
         if number != self.placed[0]:
-            away = held_out(record.prompt_content(), self.options)
-            self.placed = number, "eval" if away else self.chunk.split
+            is_eval = held_out(record.prompt_content(), self.options)
+            self.placed = number, "eval" if is_eval else self.chunk.split
         return self.placed[1]
 
 
@@ -291,14 +291,14 @@ def pack_rows(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     free = defaultdict[int, list[list[dict[str, Any]]]](list)  # {number of free tokens: bins}
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
-        need = len(row["input_ids"])
-        room = min((space for space, some in free.items() if space >= need and some), default=size)
-        if not free[room]:
+        length = len(row["input_ids"])
+        space = min((tokens for tokens, group in free.items() if tokens >= length and group), default=size)
+        if not free[space]:
             bins.append([])
-            free[room].append(bins[-1])
-        target = free[room].pop()
+            free[space].append(bins[-1])
+        target = free[space].pop()
         target.append(row)
-        free[room - need].append(target)
+        free[space - length].append(target)
     return [
         {
             "input_ids": [token for row in group for token in row["input_ids"]],
@@ -329,17 +329,17 @@ def decode_sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 
         for trained, run in itertools.groupby(columns["labels"], lambda label: label != -100):
             stop += len([*run])
             # decode from the start, because decoders drop the first space of a text
-            so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
-            piece, shown = so_far[shown:], max(shown, len(so_far))
+            prefix = decode(ids) if stop == len(ids) else begun(ids[:stop])
+            piece, shown = prefix[shown:], max(shown, len(prefix))
             text += f"⟦{piece}⟧" if trained else piece
         return clip_text(text, limit)
     if "input_ids" in columns:
         return clip_text(decode(columns["input_ids"]), limit)
     names = ("completion_ids", "chosen_ids", "rejected_ids")
     sides = [columns[name] for name in names if columns.get(name) is not None]
-    before = columns.get("prompt_ids", [])
-    head = begun((before + sides[0])[: len(before) or prompt_tokens])
-    texts = [decode(before + side)[len(head) :] for side in sides]
+    prompt = columns.get("prompt_ids", [])
+    head = begun((prompt + sides[0])[: len(prompt) or prompt_tokens])
+    texts = [decode(prompt + side)[len(head) :] for side in sides]
     if len(texts) == 1:
         return clip_text(f"{head}⟦{texts[0]}⟧", limit)
     head, chosen, rejected = (clip_text(text, limit // 3) for text in (head, *texts))

@@ -37,11 +37,11 @@ class ChatTemplate:
         """Returns the template with a row's tools, and with the variables in the row's chat_template_kwargs."""
         if not tools and not settings:
             return self
-        other = copy.copy(self)
-        other.tools = tools
-        known = {name: value for name, value in settings.items() if name in self.variables}
-        other.settings = self.settings | known
-        return other
+        template = copy.copy(self)
+        template.tools = tools
+        variables = {name: value for name, value in settings.items() if name in self.variables}
+        template.settings = self.settings | variables
+        return template
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """Renders messages, or raises RowError if the template rejects the messages."""
@@ -62,11 +62,11 @@ class ChatTemplate:
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
         """Returns the text of the prompt, and the text of prompt and completion, which begins with the text of the prompt."""
         turns = [*prompt, *completion]
-        head, whole = self.render_prompt(prompt), self.render(turns, False)
-        if not whole.startswith(head):
+        head, text = self.render_prompt(prompt), self.render(turns, False)
+        if not text.startswith(head):
             raise not_behind_prompt(len(prompt), head)
-        self.check_rendered(turns, whole, len(head))
-        return head, whole
+        self.check_rendered(turns, text, len(head))
+        return head, text
 
     def render_prompt(self, prompt: Turns) -> str:
         """Returns the text of a prompt, up to the start of the completion."""
@@ -83,19 +83,19 @@ class ChatTemplate:
                     template = f"does not write the tool call of {show_json(call['function']['name'])}"
                     raise unusable_message(index, template, "a template that writes tool calls")
         systems = [index for index, turn in enumerate(turns) if turn["role"] == "system"]
-        if left_out := [i for i in systems[1:] if not contains_after(text, turns[i]["content"].strip())]:
-            raise unusable_message(left_out[0], "omits this system prompt", "one system prompt")
+        if omitted := [i for i in systems[1:] if not contains_after(text, turns[i]["content"].strip())]:
+            raise unusable_message(omitted[0], "omits this system prompt", "one system prompt")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
-        reads = role == "assistant" and "thinking" in self.message_keys
-        if reads and not contains_after(text, thoughts_of_turn(turns[-1]), start):
+        reads_thoughts = role == "assistant" and "thinking" in self.message_keys
+        if reads_thoughts and not contains_after(text, thoughts_of_turn(turns[-1]), start):
             template = "omits the thoughts of this turn, or writes them outside the completion"
             raise unusable_message(
                 len(turns) - 1, template, "a template that writes thoughts in the completion"
             )
         if contains_after(text, content, start):
             return
-        other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
-        if self.render(other, role != "assistant") == text:
+        altered = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
+        if self.render(altered, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
         if role in ("user", "assistant"):  # templates may reformat tool messages
             raise distorted_message(len(turns) - 1, content)
@@ -112,15 +112,15 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # if False, the template's spans do not match the completions
-        for at, i in enumerate(trained):
-            content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
+        matched = len(spans) == len(trained)  # if False, the template's spans do not match the completions
+        for index, i in enumerate(trained):
+            content, text = turns[i]["content"].strip(), whole[slice(*spans[index])] if matched else whole
             # The template may drop the thoughts of earlier completions.
             if i + 1 < len(turns) and not any(
-                contains_after(text, one) for one in (content, text_after_thoughts(content))
+                contains_after(text, part) for part in (content, text_after_thoughts(content))
             ):
                 raise distorted_message(i, content)
-        last = one_each and trained[-1] + 1 == len(turns)
+        last = matched and trained[-1] + 1 == len(turns)
         self.check_rendered(turns, whole, spans[-1][0] if last else 0)
         return whole, spans
 
@@ -142,25 +142,25 @@ class ChatTemplate:
             if not whole.startswith(head):
                 raise not_behind_prompt(i, head)
             return len(head), len(whole)
-        follows = i > 0 and whole.startswith(head)
+        has_prefix = i > 0 and whole.startswith(head)
         bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
         # the template of gpt-oss drops the thoughts before a final answer
         for turn in (turns[i], bare) if bare != turns[i] else (bare,):
-            so_far = self.render([*turns[:i], turn], False)
-            if whole.startswith(so_far):
+            prefix = self.render([*turns[:i], turn], False)
+            if whole.startswith(prefix):
                 # The span includes the text that the template writes before the content.
-                return len(head) if follows else self._changing(whole, turns, i)[0], len(so_far)
+                return len(head) if has_prefix else self._changing(whole, turns, i)[0], len(prefix)
         begin, stop = self._changing(whole, turns, i)
-        return min(begin, len(head)) if follows else begin, stop
+        return min(begin, len(head)) if has_prefix else begin, stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
         """Returns the span of the text that changes if the content of turn `i` changes."""
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in whole)
-        other = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
-        prefix, _, suffix = other.partition(mark)
+        altered = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
+        prefix, _, suffix = altered.partition(mark)
         stop = len(whole) - len(suffix)
         if (
-            other.count(mark) != 1
+            altered.count(mark) != 1
             or stop < len(prefix)
             or not (whole.startswith(prefix) and whole.endswith(suffix))
         ):
@@ -190,10 +190,10 @@ def contains_after(text: str, content: str, start: int = 0) -> bool:
     """
     if text.find(content, max(0, start - len(content) + 1)) >= 0:
         return True
-    words, prompt_end, rest = (
-        "".join(one.split()) for one in (content, text[max(0, start - BEGUN) : start], text[start:])
+    words, prompt_end, remainder = (
+        "".join(part.split()) for part in (content, text[max(0, start - BEGUN) : start], text[start:])
     )
-    return words in prompt_end[max(0, len(prompt_end) - len(words) + 1) :] + rest
+    return words in prompt_end[max(0, len(prompt_end) - len(words) + 1) :] + remainder
 
 
 # ---- what is wrong with a row and its template -----------------------------------------------------------------

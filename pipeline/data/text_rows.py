@@ -34,8 +34,8 @@ Row = tuple[int, Any, bytes]  # (number from 1, decoded row or RowError, bytes o
 def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> Iterator[Row]:
     """Yields the rows of a file in the format lines, array, csv or tsv. [start, stop) is a byte range of uncompressed lines."""
     number = int(format in DELIMITERS)  # the header is line 1, but is not a row
-    with open_bytes(path) as raw:
-        stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
+    with open_bytes(path) as file:
+        stream: Any = gzip.GzipFile(fileobj=file) if zipped else io.BufferedReader(file, BLOCK)
         if format in DELIMITERS:
             rows = delimited_rows(stream, DELIMITERS[format])
         else:
@@ -45,18 +45,18 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
                 yield number, row, data
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             found = f"a truncated gzip file ({error})"
-            wrong = RowError("truncated_gzip", "", found, "a complete .gz file", rest=REST)
-            yield number + 1, wrong, b""
+            problem = RowError("truncated_gzip", "", found, "a complete .gz file", rest=REST)
+            yield number + 1, problem, b""
 
 
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
     """Yields the decoded rows of JSON Lines. Empty lines are skipped, but count in the row numbers."""
-    at, number = start, 0
+    position, number = start, 0
     if start:  # a line that crosses `start` belongs to the previous range
         stream.seek(start - 1)
-        at += len(stream.readline(stop - start + 1)) - 1
-    while (at < stop or stop < 0) and (line := stream.readline()):
-        at, number = at + len(line), number + 1
+        position += len(stream.readline(stop - start + 1)) - 1
+    while (position < stop or stop < 0) and (line := stream.readline()):
+        position, number = position + len(line), number + 1
         if line := line.removeprefix(codecs.BOM_UTF8).strip():
             yield number, decode_line(line), line
 
@@ -88,8 +88,8 @@ def array_rows(stream: Any) -> Iterator[Row]:
     except UnicodeDecodeError as caught:
         error = RowError("not_utf8", "", f"byte 0x{caught.object[caught.start]:02x}", "UTF-8 text")
     except json.JSONDecodeError as caught:
-        place = caught.doc[caught.pos :][:40]
-        found = f"{show_json(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
+        text = caught.doc[caught.pos :][:40]
+        found = f"{show_json(text) if text else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
         error = RowError("not_json", "", found, "one JSON array of objects, with a comma between them")
     except RecursionError:
         error = too_deep()
@@ -100,10 +100,10 @@ def array_rows(stream: Any) -> Iterator[Row]:
 def array_elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
     """Yields (value, bytes of the value) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, block, final = "", 0, BLOCK, False
+    text, position, block, final = "", 0, BLOCK, False
     due = "["  # the bracket or comma before the next element
     while True:
-        match = NEXT.match(text, at)
+        match = NEXT.match(text, position)
         sign, begin = match[1], match.end()  # type: ignore[union-attr, index]
         if sign == "]" or (due == sign == "[" and text[begin : begin + 1] == "]"):
             extra = text[begin + (sign == "[") :].strip()
@@ -122,10 +122,10 @@ def array_elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
                 raise
             data = stream.read1(block)
             final, block = not data, min(block * 2, ROW)
-            text, at = text[at:] + decoder.decode(data, final=final), 0
+            text, position = text[position:] + decoder.decode(data, final=final), 0
             continue
         yield value, text[begin:end].encode("utf-8", "surrogatepass")
-        at, due, block = end, ",", BLOCK
+        position, due, block = end, ",", BLOCK
 
 
 # ---- CSV and TSV: the first line names the columns, and every value is text ------------------------------------------
@@ -140,7 +140,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     text = head.decode(errors="replace")
     # Column names may contain `|`, so `|` is a delimiter only if the header has no other delimiter.
-    likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
+    likely = max(delimiters, key=lambda sign: (sign in text and sign != "|", text.count(sign)))
     from_excel = re.fullmatch(r"sep=([,;|\t])\r?", text)  # Excel's first line
     delimiter = from_excel[1] if from_excel else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
@@ -148,7 +148,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     names: list[str] = []
     while True:
         number, in_header = reader.line_num + 1, not names
-        wrong, raw, fields = None, b"", list[str]()
+        fault, raw, fields = None, b"", list[str]()
         try:
             fields = next(reader)
             raw = "\x1f".join([*names, *fields]).encode()
@@ -159,22 +159,22 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             found = "a quote that is not closed" if unclosed else str(error)
             expected = '"..." around values with a delimiter, quote or line end, and "" for a quote'
             rest = "all later lines" if unclosed else ""
-            wrong = RowError("not_csv", "", found, expected, rest=rest)
+            fault = RowError("not_csv", "", found, expected, rest=rest)
         except UnicodeEncodeError as error:  # the row has a byte that is not UTF-8, kept by `surrogateescape`
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
-            wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
+            fault = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
             if not fields or (in_header and from_excel and fields == ["sep=", ""]):
                 continue
             if in_header:  # pandas writes an index column without a name
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]
-                wrong = repeated_column(names)
+                fault = repeated_column(names)
             elif len(fields) != len(names):
                 columns = fields_of(names).replace("fields", "columns")
                 expected = f"{len(names)}, because the header has {columns}"
-                wrong = RowError("ragged", "", f"{len(fields)} values", expected)
-        if wrong:
-            yield number, wrong, b""
+                fault = RowError("ragged", "", f"{len(fields)} values", expected)
+        if fault:
+            yield number, fault, b""
             if in_header:
                 return
         elif not in_header:
@@ -184,6 +184,6 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
 def repeated_column(names: list[str]) -> RowError | None:
     if len(names) == len(set(names)):
         return None
-    twice = next(name for name in names if names.count(name) > 1)
-    found = f"two columns with the name {show_json(twice)}"
+    repeated = next(name for name in names if names.count(name) > 1)
+    found = f"two columns with the name {show_json(repeated)}"
     return RowError("repeated_key", "", found, "unique column names in the header")

@@ -137,8 +137,8 @@ def fields_of(keys: Iterable[str]) -> str:
 
 def suggest_key(name: str, keys: Iterable[str]) -> str:
     """Returns a question that suggests a key similar to `name`, or "" if no key is similar."""
-    close = difflib.get_close_matches(name, some_keys(keys), 1)
-    return f" (is `{escape_controls(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
+    matches = difflib.get_close_matches(name, some_keys(keys), 1)
+    return f" (is `{escape_controls(matches[0], lines=False)}` meant to be `{name}`?)" if matches else ""
 
 
 def how_to_set(key: str, value: str) -> str:

@@ -43,9 +43,9 @@ def of_run(result: dict[str, Any]) -> None:
     if storage.exists(storage.join(folder, REPORT)):
         return
     with console.print_if_slow("drawing the report"):
-        drawn = of_several([folder], folder, result=result)
-    if drawn and heading.get() == ALONE:  # `run` prints the path of a report about all stages
-        terminal.say(text.row("report", storage.relative(drawn)), result=True)
+        path = of_several([folder], folder, result=result)
+    if path and heading.get() == ALONE:  # `run` prints the path of a report about all stages
+        terminal.say(text.row("report", storage.relative(path)), result=True)
 
 
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
@@ -54,8 +54,8 @@ def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = 
     Returns the path of the report. If drawing fails, prints a message and returns None, so that the run still succeeds.
     """
     try:
-        return write_page([read_run(one) for one in folders], folder, result=result)
+        return write_page([read_run(path) for path in folders], folder, result=result)
     except Exception as error:  # a report must not end a run that trained for hours
-        again = f"try again with: python -m pipeline report {' '.join(folders)}"
-        print(f"   no report: {error_summary(error)}; {again}", flush=True)
+        advice = f"try again with: python -m pipeline report {' '.join(folders)}"
+        print(f"   no report: {error_summary(error)}; {advice}", flush=True)
         return None

@@ -6,27 +6,27 @@ from pipeline.report.plots import COLORS, DASHED, INK, Drawing
 
 
 def evaluation_drawings(evaluation: dict[str, Any]) -> list[Drawing]:
-    made = []
+    drawings = []
     if probes := evaluation.get("probes"):
         note = (
             "Mean change of a completion's score by each edit, with 95 % intervals. The last edits make the completion worse, so "
             "the score should fall; the other edits should not move the score."
         )
-        made.append(Drawing("Probes of the reward", note, lambda axes: draw_probes(axes, probes)))
+        drawings.append(Drawing("Probes of the reward", note, lambda axes: draw_probes(axes, probes)))
     if curve := evaluation.get("best_of_n"):
         note = (
             "The reward chooses the best of n completions. If the judge's score falls while the reward's score rises, the reward "
             "is being exploited."
         )
-        made.append(Drawing("Best of n", note, lambda axes: draw_best_of_n(axes, curve)))
-    return made
+        drawings.append(Drawing("Best of n", note, lambda axes: draw_best_of_n(axes, curve)))
+    return drawings
 
 
 def draw_probes(axes: Any, probes: dict[str, Any]) -> None:
-    for place, one in enumerate(reversed(list(probes.values()))):
-        color = COLORS[0] if one["verdict"] == "ok" else COLORS[1]
-        axes.plot([one["low"], one["high"]], [place, place], color=color, linewidth=2)
-        axes.scatter([one["effect"]], [place], s=16, color=color, linewidths=0)
+    for position, probe in enumerate(reversed(list(probes.values()))):
+        color = COLORS[0] if probe["verdict"] == "ok" else COLORS[1]
+        axes.plot([probe["low"], probe["high"]], [position, position], color=color, linewidth=2)
+        axes.scatter([probe["effect"]], [position], s=16, color=color, linewidths=0)
     axes.axvline(0, color=INK, linewidth=0.8)
     names = [name.replace("_", " ") for name in reversed(probes)]
     axes.set_yticks(range(len(names)), names, fontsize=7.5)
@@ -49,9 +49,9 @@ def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
 def probe_examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns one example for each failed probe: the completion whose score changed most, before and after the probe's edit."""
     return [
-        {"probe": name.replace("_", " "), "verdict": one["verdict"], **one["worst"][0]}
-        for name, one in evaluation.get("probes", {}).items()
-        if one["verdict"] != "ok"
+        {"probe": name.replace("_", " "), "verdict": probe["verdict"], **probe["worst"][0]}
+        for name, probe in evaluation.get("probes", {}).items()
+        if probe["verdict"] != "ok"
     ]
 
 
@@ -60,6 +60,6 @@ def benchmark_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, table in evaluation.get("benchmarks", {}).items():
         rows.append({"name": name, **table["levels"]["all"]})
-        both = {**table["levels"], **table["subsets"]}
-        rows += [{"name": f"{name} / {part}", **one} for part, one in both.items() if part != "all"]
+        parts = {**table["levels"], **table["subsets"]}
+        rows += [{"name": f"{name} / {part}", **score} for part, score in parts.items() if part != "all"]
     return rows

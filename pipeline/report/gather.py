@@ -100,8 +100,8 @@ def read_run(reference: str, runs: str = "runs") -> ReportedRun:
 
 def newest_runs(runs: str = "runs") -> str:
     """Returns a text with the paths of the five newest runs in a folder."""
-    found = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
-    return " ".join(str(path.parent) for path in found[:5]) or "none in this folder"
+    paths = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
+    return " ".join(str(path.parent) for path in paths[:5]) or "none in this folder"
 
 
 def _from_folder(folder: str) -> ReportedRun:
@@ -113,13 +113,13 @@ def _from_folder(folder: str) -> ReportedRun:
     job, result, failure = (content(name, {}) for name in names)
     state = "finished" if result else "failed" if failure else "unfinished"
     run = ReportedRun(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
-    ended, given = result or failure, job["mlflow"].get("tracking_uri")
-    run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
-    run.run_id = ended.get("mlflow_run_id")
+    outcome, tracking_uri = result or failure, job["mlflow"].get("tracking_uri")
+    run.uri = outcome.get("tracking_uri") or registry.uri_of(tracking_uri, job["run"]["storage_path"])
+    run.run_id = outcome.get("mlflow_run_id")
     # Uses only the last part of the checkpoint's path, because the run's folder may have been moved.
-    if last := str(result.get("checkpoint") or "").rpartition("/")[2]:
+    if checkpoint := str(result.get("checkpoint") or "").rpartition("/")[2]:
         run.pairs, run.doubtful = (
-            content(f"{last}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
+            content(f"{checkpoint}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
         )
     if result:
         run.evaluation = content(run_folder.EVALUATION, {})
@@ -130,13 +130,13 @@ def _from_folder(folder: str) -> ReportedRun:
 def _from_mlflow(run_id: str, runs: str) -> ReportedRun:
     """Reads a run from MLflow. Used if only the MLflow run id is known, because the run's folder may be on another machine."""
     uri = registry.uri_of(None, runs)
-    known = registry.read_mlflow_run(uri, run_id)
-    folder = known["folder"]
+    entry = registry.read_mlflow_run(uri, run_id)
+    folder = entry["folder"]
     if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/{run_folder.JOB}"):
         return _from_folder(folder)
-    state = {"FINISHED": "finished", "FAILED": "failed"}.get(known["status"], "unfinished")
+    state = {"FINISHED": "finished", "FAILED": "failed"}.get(entry["status"], "unfinished")
     run = ReportedRun(
-        known["name"], known["stage"], state, known["job"], None, known["result"], run_id=run_id, uri=uri
+        entry["name"], entry["stage"], state, entry["job"], None, entry["result"], run_id=run_id, uri=uri
     )
     _add_curves(run)
     return run
@@ -151,9 +151,9 @@ def _add_curves(run: ReportedRun) -> None:
         if run.run_id:
             run.history = registry.read_curves(run.uri, run.run_id)
     except Exception as error:  # the database driver and the network raise many types of errors
-        where = without_credentials(run.uri)
+        store = without_credentials(run.uri)
         run.note = (
-            f"No curves, because {where} could not be read ({without_credentials(error_summary(error))})."
+            f"No curves, because {store} could not be read ({without_credentials(error_summary(error))})."
         )
         run.uri = None  # so that `ancestors_of_run` does not query the server again
 
@@ -177,21 +177,21 @@ def ancestors_of_run(run: ReportedRun) -> list[Ancestor]:
     """Returns a run's inputs, the inputs of these inputs, and so on. Each input appears once, nearest inputs first."""
     rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
     inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
-    found: dict[str, Ancestor] = {}
-    waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
-    for role, reference in waiting:  # the loop body appends to `waiting`
-        if reference not in found:
-            found[reference] = one = Ancestor(role, reference)
+    ancestors: dict[str, Ancestor] = {}
+    queue = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
+    for role, reference in queue:  # the loop body appends to `queue`
+        if reference not in ancestors:
+            ancestors[reference] = ancestor = Ancestor(role, reference)
             if run.uri and InputURI.parse(reference).version:
-                one.state, one.sources = _read_sources(reference, run.uri)
-                waiting += one.sources
-    return list(found.values())
+                ancestor.state, ancestor.sources = _read_sources(reference, run.uri)
+                queue += ancestor.sources
+    return list(ancestors.values())
 
 
 def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
     """Returns (role, reference) of a model's inputs, or of the base, and of the versions that wrote training rows."""
-    named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
-    return named + [(with_unit(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
+    pairs = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
+    return pairs + [(with_unit(rows), ref) for ref, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
 
 
 def _pinned(reference: str, uri: str | None) -> str:

@@ -18,35 +18,40 @@ OVERVIEW = (
 
 def cards_of_run(run: ReportedRun) -> list[dict[str, str]]:
     """Returns the cards of one run: the stage's main metrics, metrics on held-out pairs, and the wall-clock time."""
-    shown = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
+    cards = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
     if run.pairs:
         held_out = preferences.preference_numbers(run.pairs)
         for label, is_share in (("calibration error", True), ("margin to length, correlation", False)):
             if (value := held_out[label]) is not None:
-                shown.append({"label": label, "value": _shown(value, is_share), "was": ""})
+                cards.append({"label": label, "value": _shown(value, is_share), "was": ""})
     if seconds := run.result.get("seconds") or run.failure.get("seconds"):
-        shown.append({"label": "wall clock", "value": duration(seconds), "was": ""})
-    return shown
+        cards.append({"label": "wall clock", "value": duration(seconds), "was": ""})
+    return cards
 
 
 def cards_of_runs(runs: list[ReportedRun]) -> list[dict[str, str]]:
     """Returns the cards of several runs: at most five metrics, and the total wall-clock time."""
     newest = {run.stage: run for run in runs}
-    shown = []
+    cards = []
     for stage, name in OVERVIEW:
         if stage in newest and name in newest[stage].metrics and (metric := find_metric(name, stage)):
             card = _card(newest[stage], metric)
-            shown.append({**card, "label": f"{stage}: {card['label']}"})
+            cards.append({**card, "label": f"{stage}: {card['label']}"})
     seconds = sum(run.result.get("seconds", 0.0) for run in runs)
-    return [*shown[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
+    return [*cards[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
-def _card(run: ReportedRun, of: Metric) -> dict[str, str]:
+def _card(run: ReportedRun, metric: Metric) -> dict[str, str]:
     was, value = (
-        _shown(run.metrics[name], of.is_share) if name in run.metrics else "" for name in (of.before, of.name)
+        _shown(run.metrics[name], metric.is_share) if name in run.metrics else ""
+        for name in (metric.before, metric.name)
     )
-    label = of.label if "held-out" in of.label else f"held-out {of.label}"
-    return {"label": f"{label}, {of.unit_shown}" if of.unit_shown else label, "value": value, "was": was}
+    label = metric.label if "held-out" in metric.label else f"held-out {metric.label}"
+    return {
+        "label": f"{label}, {metric.unit_shown}" if metric.unit_shown else label,
+        "value": value,
+        "was": was,
+    }
 
 
 def _shown(value: float, is_share: bool) -> str:

@@ -42,7 +42,7 @@ def render_page(runs: list[ReportedRun]) -> str:
         mark_trained_tokens,
         as_yaml,
     )
-    environment.globals.update({one.__name__: one for one in functions})
+    environment.globals.update({function.__name__: function for function in functions})
     environment.globals.update(headline=headline, evaluations=evaluations, gather=gather)
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
@@ -54,7 +54,7 @@ def render_page(runs: list[ReportedRun]) -> str:
         first=sampled[-1] if sampled else None,  # the run whose samples are at the top of the page
         cards=headline.cards_of_runs(runs) if len(runs) > 1 else headline.cards_of_run(runs[0]),
         anchors={run.version: f"r{i}" for i, run in enumerate(runs) if run.version},
-        compared=[compare_runs(same) for same in by_stage.values() if len(same) > 1],
+        compared=[compare_runs(stage_runs) for stage_runs in by_stage.values() if len(stage_runs) > 1],
     )
 
 
@@ -82,56 +82,56 @@ def grouped_drawings(runs: dict[str, ReportedRun]) -> dict[str, tuple[str, list[
     Args:
         runs: {name: run} for one run, or for several runs of the same stage.
     """
-    first, alone = next(iter(runs.values())), len(runs) == 1
+    first, single = next(iter(runs.values())), len(runs) == 1
     axis = time_axis(first.stage)
     best = first.result.get("kept") or {}
-    kept = best.get("step") if alone and best.get("by") else None
+    best_step = best.get("step") if single and best.get("by") else None
     histories = {name: run.history for name, run in runs.items()}
     groups: dict[str, tuple[str, list[Drawing]]] = {}
-    if alone and first.pairs:
+    if single and first.pairs:
         question = f"What do {len(first.pairs):,} held-out pairs say about the scores?"
         groups["pairs"] = (question, preferences.preference_drawings(first.pairs))
-    if alone:
+    if single:
         groups["evaluation"] = (
             "Can the score be trusted?",
             evaluations.evaluation_drawings(first.evaluation),
         )
     for name, (question, panels) in GROUPS.items():
-        draws = [(one, plots.curve_drawer(one, histories, axis, kept)) for one in panels]
-        groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
+        draws = [(panel, plots.curve_drawer(panel, histories, axis, best_step)) for panel in panels]
+        groups[name] = (question, [Drawing(panel.title, panel.note, draw) for panel, draw in draws if draw])
     return {name: group for name, group in groups.items() if group[1]}
 
 
 def group_png(runs: dict[str, ReportedRun], group: str) -> bytes:
     """Returns a group of drawings as a PNG. `runs` is {name: run} for one run, or for several runs of the same stage."""
-    return plots.figure_png([one.draw for one in grouped_drawings(runs)[group][1]])
+    return plots.figure_png([drawing.draw for drawing in grouped_drawings(runs)[group][1]])
 
 
 def groups_for_template(run: ReportedRun, anchor: str) -> list[dict[str, Any]]:
     """Returns the groups of drawings of a run for the template. If a run has few curves, they form one group."""
-    made = grouped_drawings({"": run})
-    curves = {name: made.pop(name) for name in GROUPS if name in made}
-    few = [one for _, drawings in curves.values() for one in drawings]
-    if few and len(few) <= MAX_PANELS_WITHOUT_HEADINGS:
-        curves = {"curves": ("Curves", few)}
+    groups = grouped_drawings({"": run})
+    curves = {name: groups.pop(name) for name in GROUPS if name in groups}
+    curve_drawings = [drawing for _, drawings in curves.values() for drawing in drawings]
+    if curve_drawings and len(curve_drawings) <= MAX_PANELS_WITHOUT_HEADINGS:
+        curves = {"curves": ("Curves", curve_drawings)}
     return [
         {"question": question, "panels": _panels(drawings, f"{anchor}-{name}")}
-        for name, (question, drawings) in (made | curves).items()
+        for name, (question, drawings) in (groups | curves).items()
     ]
 
 
 def compare_runs(runs: list[ReportedRun]) -> dict[str, Any]:
     """Compares runs of the same stage. Returns their metrics, the job keys that differ, and panels with one line per run."""
-    named = {str(number): run for number, run in enumerate(runs, 1)}
+    runs_by_name = {str(number): run for number, run in enumerate(runs, 1)}
     cards = [{card["label"]: card["value"] for card in headline.cards_of_run(run)} for run in runs]
     jobs = [flatten(run.job) for run in runs]
     keys = sorted({key for job in jobs for key in job} - {"run.name"})
-    groups = grouped_drawings(named).values()
+    groups = grouped_drawings(runs_by_name).values()
     return {
         "stage": runs[0].stage,
-        "panels": _panels((one for _, drawings in groups for one in drawings), f"c-{runs[0].stage}"),
+        "panels": _panels((drawing for _, drawings in groups for drawing in drawings), f"c-{runs[0].stage}"),
         "rows": list(zip(runs, cards, jobs, strict=True)),
-        "columns": list(dict.fromkeys(label for of in cards for label in of)),
+        "columns": list(dict.fromkeys(label for card in cards for label in card)),
         "differ": [key for key in keys if any(job.get(key) != jobs[0].get(key) for job in jobs)],
     }
 
@@ -139,8 +139,8 @@ def compare_runs(runs: list[ReportedRun]) -> dict[str, Any]:
 def _panels(drawings: Iterable[Drawing], prefix: str) -> list[dict[str, Any]]:
     return [
         {
-            "svg": Markup(plots.panel_svg(one.draw, f"{prefix}-{i}", f"{one.title}. {one.note}")),
-            "note": one.note,
+            "svg": Markup(plots.panel_svg(plot.draw, f"{prefix}-{i}", f"{plot.title}. {plot.note}")),
+            "note": plot.note,
         }
-        for i, one in enumerate(drawings)
+        for i, plot in enumerate(drawings)
     ]

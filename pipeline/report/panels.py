@@ -21,7 +21,7 @@ class Panel:
     lines: dict[str, str]  # {metric or pattern of metrics: label of the line}
     note: str  # text that explains how to read the panel
     kind: str = "lines"  # lines, stack (parts of a sum), or band (lowest, mean and highest value)
-    also: str = ""  # an eval metric that is drawn as an additional line
+    extra: str = ""  # an eval metric that is drawn as an additional line
     level: float | None = None  # value of a horizontal reference line
     zero: bool = False  # whether the axis begins at 0
     when: Callable[[Points], bool] = bool  # returns True if a curve should be drawn
@@ -29,7 +29,7 @@ class Panel:
     @property
     def unit(self) -> str:
         """Returns the unit of the vertical axis."""
-        return next(one.unit for one in METRICS if fnmatch.fnmatch(one.name, next(iter(self.lines))))
+        return next(metric.unit for metric in METRICS if fnmatch.fnmatch(metric.name, next(iter(self.lines))))
 
     @property
     def held_out(self) -> set[str]:
@@ -45,8 +45,8 @@ class Panel:
                     # For example, the label of `rewards/reward/mean` is `reward`, and the label of `time/rollout` is `rollout`.
                     name = metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
                     selected[label or name] = history[metric]
-        if selected and self.also in history:
-            selected[HELD_OUT] = history[self.also]
+        if selected and self.extra in history:
+            selected[HELD_OUT] = history[self.extra]
         return selected
 
 
@@ -73,7 +73,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         Panel("Margin", {"rewards/margins": "training", "eval_rewards/margins": HELD_OUT},
               "Difference between the implicit rewards of the chosen and the rejected completion."),
         Panel("Score of the completions", {"rewards/*/mean": ""},
-              "Mean score of an update's completions, for each reward, and of completions on held-out prompts.", also="eval_reward"),
+              "Mean score of an update's completions, for each reward, and of completions on held-out prompts.", extra="eval_reward"),
         Panel("What PPO maximizes", {"objective/scores": "normalized", "objective/rlhf_reward": "less the KL penalty"},
               "Score that PPO uses (normalized and clipped if the job says so), and the same score minus the KL penalty."),
         Panel("Win rate on held-out prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
@@ -82,18 +82,18 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     )),
     "policy": ("How did its behavior change?", (
         Panel("KL from the reference", {"objective/kl": "training"},
-              "Distance from the reference; 0 at the start. A score that needs more and more KL is suspect.", level=0.0, also="eval_kl"),
+              "Distance from the reference; 0 at the start. A score that needs more and more KL is suspect.", level=0.0, extra="eval_kl"),
         Panel("KL to the teacher", {"objective/teacher_kl": ""},
               "Mean KL per token on the policy's completions. This KL should fall towards 0.", level=0.0),
         Panel("KL estimate", {"kl": "training"},
               "KTO's reference point: mean log-ratio of completions paired with prompts of different rows, clipped at 0. A "
-              "completion counts as more likely if its log-ratio exceeds this point.", level=0.0, also="eval_kl"),
+              "completion counts as more likely if its log-ratio exceeds this point.", level=0.0, extra="eval_kl"),
         Panel("Entropy of a completion", {"objective/entropy": ""},
               "Mean -log p of a completion. Near 0, the policy has collapsed to one completion and no longer explores."),
         Panel("Entropy", {"entropy": "training", "eval_entropy": HELD_OUT},
               "Entropy of the distribution of the next token."),
         Panel("Length of the completions", {"completions/mean_length": "training"},
-              "Length that grows with the score is the most common form of reward hacking.", zero=True, also="eval_length"),
+              "Length that grows with the score is the most common form of reward hacking.", zero=True, extra="eval_length"),
         Panel("Truncated completions", {"completions/clipped_ratio": ""},
               "Share of completions that reached the maximum length without an end-of-sequence token.", zero=True),
         Panel("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"},

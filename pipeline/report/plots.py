@@ -85,9 +85,9 @@ def draw_figure(draws: list[Draw]) -> Any:
 
 
 def figure_png(draws: list[Draw]) -> bytes:
-    out = io.BytesIO()
-    draw_figure(draws).savefig(out, format="png", dpi=110, facecolor="white", metadata={"Software": None})
-    return out.getvalue()
+    file = io.BytesIO()
+    draw_figure(draws).savefig(file, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    return file.getvalue()
 
 
 def panel_svg(draw: Draw, prefix: str, label: str) -> str:
@@ -99,29 +99,29 @@ def panel_svg(draw: Draw, prefix: str, label: str) -> str:
     """
     import matplotlib
 
-    out = io.StringIO()
+    file = io.StringIO()
     with matplotlib.rc_context(STYLE):
         draw_figure([draw]).savefig(
-            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+            file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )
     # Removes the XML prologue, metadata, comments and unused ids, and replaces colors by CSS variables.
-    text = out.getvalue()
+    text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    used = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))
-    text = re.sub(r' id="([\w.-]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", text)
+    ids = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))
+    text = re.sub(r' id="([\w.-]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in ids else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
     for color, variable in VARIABLES.items():
         text = re.sub(color, f"var(--{variable})", text, flags=re.IGNORECASE)
-    box = re.search(r'viewBox="[^"]*"', text)
-    head = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(label)}">'
+    view_box = re.search(r'viewBox="[^"]*"', text)
+    head = f'<svg {view_box[0] if view_box else ""} role="img" aria-label="{escape(label)}">'
     return re.sub(r"<svg[^>]*>", head, text, count=1)
 
 
 # ------------------------------------------------------------------------------------------------ what to draw
 
 
-def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
+def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, best: int | None = None) -> Draw | None:
     """Returns a function that draws a panel, or None if there is nothing to draw.
 
     If there are several runs, the panel has one line per run, and panels with bands or stacks are not drawn.
@@ -129,30 +129,30 @@ def curve_drawer(panel: Panel, runs: dict[str, History], axis: str, kept: int | 
     Args:
         runs: {name: curves} for one run, or for several runs of the same stage.
         axis: label of the horizontal axis, `step` or `update`.
-        kept: step of the best evaluation, which is marked on the lines of eval metrics.
+        best: step of the best evaluation, which is marked on the lines of eval metrics.
     """
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable or (len(runs) > 1 and panel.kind != "lines"):
         return None
-    shown = next(iter(drawable.values()))
+    curves = next(iter(drawable.values()))
     if len(drawable) > 1:
         # If several runs share a panel, each run gets one line: its eval metric if it has one, or else its first metric.
-        telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
-        shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
-    held_out = [points for label, points in shown.items() if label in panel.held_out]
-    marks = [(step, value) for points in held_out for step, value in points if step == kept]
+        main_label = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
+        curves = {run: lines.get(main_label) or next(iter(lines.values())) for run, lines in drawable.items()}
+    held_out = [points for label, points in curves.items() if label in panel.held_out]
+    marks = [(step, value) for points in held_out for step, value in points if step == best]
 
     def draw(axes: Any) -> None:
         _frame(axes, panel, axis)
         _mark(axes, marks)
-        {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, shown)
+        {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, curves)
 
     return draw
 
 
 def colors_of(names: list[str]) -> list[str]:
     """Returns one color per line: the color in FIXED, or else a color that no line of the panel has in FIXED."""
-    free = itertools.cycle([one for one in COLORS if one not in map(FIXED.get, names)])
+    free = itertools.cycle([color for color in COLORS if color not in map(FIXED.get, names)])
     return [FIXED.get(name) or next(free) for name in names]
 
 
@@ -166,12 +166,12 @@ def _frame(axes: Any, panel: Panel, axis: str) -> None:
         axes.axhline(panel.level, **DASHED)
 
 
-def _mark(axes: Any, kept: Points) -> None:
-    for step, value in kept:
+def _mark(axes: Any, marks: Points) -> None:
+    for step, value in marks:
         axes.axvline(step, **DASHED)
         axes.plot([step], [value], marker="o", markersize=8, markerfacecolor="none", color=INK, linewidth=0)
-        foot = axes.get_xaxis_transform()  # x is in steps; y is a fraction of the panel's height
-        axes.annotate(f"kept: step {step}", (step, 0.04), (4, 0), foot, "offset points", color=FAINT)
+        transform = axes.get_xaxis_transform()  # x is in steps; y is a fraction of the panel's height
+        axes.annotate(f"kept: step {step}", (step, 0.04), (4, 0), transform, "offset points", color=FAINT)
 
 
 def _lines(axes: Any, panel: Panel, lines: History) -> None:
@@ -181,8 +181,8 @@ def _lines(axes: Any, panel: Panel, lines: History) -> None:
         if len(values) >= SMOOTH_FROM:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             width = max(5, len(values) // 20)  # each point becomes the mean of the last `width` values
-            parts = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-            values = [sum(part) / len(part) for part in parts]
+            windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
+            values = [sum(window) / len(window) for window in windows]
         axes.plot(steps, values, color=color, marker="o" if len(values) < 8 else None, markersize=3.2)
         ends.append((f"{name} {number(values[-1])}" if name == HELD_OUT else name, values[-1], color))
     if panel.zero:
@@ -219,12 +219,12 @@ def _stack(axes: Any, panel: Panel, lines: History) -> None:
 def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
     """Writes each line's label to the right of the line's last point. Moves labels apart if they would overlap."""
     low, high = axes.get_ylim()
-    placed = sorted(
+    labels = sorted(
         [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, color] for name, y, color in ends
     )
-    for lower, upper in itertools.pairwise(placed):
+    for lower, upper in itertools.pairwise(labels):
         upper[0] = max(upper[0], lower[0] + 0.1)
-    overshoot = max(0.0, placed[-1][0] - 1.0)
-    for y, name, color in placed:
-        at = (1.015, y - overshoot)
-        axes.annotate(str(name), at, xycoords="axes fraction", color=color, va="center", fontsize=8)
+    overshoot = max(0.0, labels[-1][0] - 1.0)
+    for y, name, color in labels:
+        position = (1.015, y - overshoot)
+        axes.annotate(str(name), position, xycoords="axes fraction", color=color, va="center", fontsize=8)

@@ -45,7 +45,7 @@ def preference_drawings(pairs: list[Pair]) -> list[Drawing]:
 
 def preference_png(pairs: list[Pair], title: str) -> bytes:
     """Returns the drawing with this title as a PNG."""
-    return plots.figure_png([one.draw for one in preference_drawings(pairs) if one.title == title])
+    return plots.figure_png([plot.draw for plot in preference_drawings(pairs) if plot.title == title])
 
 
 def draw_margins(axes: Any, pairs: list[Pair]) -> None:
@@ -66,11 +66,11 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
 def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
     error, bins = calibration(margins_of(pairs))
     axes.plot([0.5, 1], [0.5, 1], **DASHED)
-    confidence, accuracy = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
+    confidence, accuracy = [bucket["confidence"] for bucket in bins], [bucket["accuracy"] for bucket in bins]
     axes.plot(confidence, accuracy, color=COLORS[0], linewidth=1)
-    ends = [[one[f"accuracy_{end}"] for one in bins] for end in ("low", "high")]
-    axes.vlines(confidence, *ends, color=COLORS[0], linewidth=0.8, alpha=0.5)
-    sizes = [14 + 80 * one["pairs"] / len(pairs) for one in bins]
+    bounds = [[bucket[f"accuracy_{bound}"] for bucket in bins] for bound in ("low", "high")]
+    axes.vlines(confidence, *bounds, color=COLORS[0], linewidth=0.8, alpha=0.5)
+    sizes = [14 + 80 * bucket["pairs"] / len(pairs) for bucket in bins]
     axes.scatter(confidence, accuracy, s=sizes, color=COLORS[0], linewidths=0)
     axes.set(title="Calibration", xlabel="confidence", ylabel="accuracy")
     axes.set(xlim=(0.48, 1.02), ylim=(min(0.45, *accuracy) - 0.04, 1.04))

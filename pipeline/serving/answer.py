@@ -29,13 +29,13 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # f
 
 
 @contextlib.asynccontextmanager
-async def time_limit(seconds: float, late: Refused | None = None) -> AsyncIterator[None]:
-    """Raises `late` (default: Refused with status 504) if the `with` block takes longer than `seconds`."""
+async def time_limit(seconds: float, timeout_error: Refused | None = None) -> AsyncIterator[None]:
+    """Raises `timeout_error` (default: Refused with status 504) if the `with` block takes longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise late or Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
+        raise timeout_error or Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
 
 
 class Text:
@@ -51,14 +51,14 @@ class Text:
         self.tokenizer, self.stops = tokenizer, stops
         self.stream = DecodeStream(skip_special_tokens=True)
         self.ids: list[int] = []
-        self.written = ""  # the text of all tokens so far
+        self.decoded = ""  # the text of all tokens so far
         self.shown = 0  # number of characters that were sent to the client
         self.stopped = False
 
     def add(self, token: int) -> str:
         """Adds a token. Returns the text that can be sent to the client now, or ""."""
         self.ids.append(token)
-        self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
+        self.decoded += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
         return self._show(held_back=max(map(len, self.stops), default=1) - 1)
 
     def close(self) -> str:
@@ -67,21 +67,21 @@ class Text:
             return ""
         decoded = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         # Some tokenizers change earlier text when a token is added. Text that was sent to the client cannot change.
-        if decoded.startswith(self.written[: self.shown]):
-            self.written = decoded
+        if decoded.startswith(self.decoded[: self.shown]):
+            self.decoded = decoded
         return self._show(held_back=0)
 
     @property
     def text(self) -> str:
-        return self.written[: self.shown]
+        return self.decoded[: self.shown]
 
     def _show(self, held_back: int) -> str:
         """Returns new text up to the first stop text. If there is no stop text, holds back the last `held_back` characters."""
-        found = [at for stop in self.stops if (at := self.written.find(stop)) >= 0]
-        end = min(found) if found else len(self.written) - held_back
-        self.stopped = bool(found)
-        before, self.shown = self.shown, max(self.shown, end)
-        return self.written[before : self.shown]
+        positions = [position for stop in self.stops if (position := self.decoded.find(stop)) >= 0]
+        end = min(positions) if positions else len(self.decoded) - held_back
+        self.stopped = bool(positions)
+        start, self.shown = self.shown, max(self.shown, end)
+        return self.decoded[start : self.shown]
 
 
 class Answer:
@@ -91,19 +91,19 @@ class Answer:
         self, server: Any, request: ChatRequest | CompletionRequest, prompt: list[int], served: Served
     ) -> None:
         self.server, self.request, self.prompt, self.version = server, request, prompt, served.version
-        self.began = time.monotonic()
+        self.start_time = time.monotonic()
         self.seed = secrets.randbits(32) if request.seed is None else request.seed
         self.texts = [Text(server.tokenizer, request.stops) for _ in range(request.n)]
         self.tokens: list[list[Token]] = [[] for _ in range(request.n)]
         self.reasons: list[str | None] = [None] * request.n
-        self.arrived: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
+        self.arrivals: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
         self.head = answer_head("chatcmpl", request, served)
-        default: Sampling = server.sampling
-        temperature = default.temperature if request.temperature is None else request.temperature
+        defaults: Sampling = server.sampling
+        temperature = defaults.temperature if request.temperature is None else request.temperature
         sampling = replace(
-            default,
-            max_new_tokens=min(request.token_limit or default.max_new_tokens, default.max_new_tokens),
+            defaults,
+            max_new_tokens=min(request.token_limit or defaults.max_new_tokens, defaults.max_new_tokens),
             temperature=temperature
             if temperature >= 1e-6
             else 0.0,  # dividing by a smaller temperature overflows fp32 logits
@@ -118,7 +118,7 @@ class Answer:
     def _deliver(self, choice: int, token: Token | BaseException) -> None:
         """Passes a token or an error from the batcher's thread to the event loop."""
         with contextlib.suppress(RuntimeError):  # the replica is shutting down, and has closed its event loop
-            self.loop.call_soon_threadsafe(self.arrived.put_nowait, (choice, token))
+            self.loop.call_soon_threadsafe(self.arrivals.put_nowait, (choice, token))
 
     def cancel(self) -> None:
         """Makes the batcher drop this request's unfinished completions."""
@@ -131,29 +131,29 @@ class Answer:
         metrics = self.server.metrics
         async with time_limit(self.server.serve.timeout_s):
             while not all(self.reasons):
-                choice, token = await self.arrived.get()
+                choice, token = await self.arrivals.get()
                 text, row = self.texts[choice], self.rows[choice]
                 if isinstance(token, BaseException):
                     raise Refused(503, f"the completion failed ({in_brief(token)}); try again") from token
                 if self.reasons[choice]:
                     continue  # the choice has ended at a stop text before this token
                 if not any(self.tokens):
-                    metrics.first_token.observe(time.monotonic() - self.began)
+                    metrics.first_token.observe(time.monotonic() - self.start_time)
                 self.tokens[choice].append(token)
                 unshown[choice].append(token)
-                more = text.add(token.id)
+                piece = text.add(token.id)
                 if token.last and not text.stopped:
-                    more += text.close()
+                    piece += text.close()
                 if text.stopped or token.last:
                     self.reasons[choice] = "stop" if text.stopped or row.ended else "length"
                     row.cancelled = True
-                if more or self.reasons[choice]:
-                    yield choice, more, unshown[choice]
+                if piece or self.reasons[choice]:
+                    yield choice, piece, unshown[choice]
                     unshown[choice] = []
         metrics.answers.labels(self.request.model, self.version).inc()
         metrics.prompt_tokens.labels(self.version).inc(len(self.prompt))
         metrics.completion_tokens.labels(self.version).inc(sum(map(len, self.tokens)))
-        metrics.seconds.observe(time.monotonic() - self.began)
+        metrics.seconds.observe(time.monotonic() - self.start_time)
         self.server.remember(self)
 
     async def wait_until_complete(self) -> None:
@@ -183,8 +183,8 @@ class Answer:
         wants_usage = bool(options and options.include_usage)
 
         def chunk(choices: list[dict[str, Any]], total: dict[str, int] | None = None) -> bytes:
-            more = {"usage": total} if wants_usage else {}
-            return event({"object": "chat.completion.chunk", **self.head, "choices": choices, **more})
+            usage = {"usage": total} if wants_usage else {}
+            return event({"object": "chat.completion.chunk", **self.head, "choices": choices, **usage})
 
         def part(
             choice: int, delta: dict[str, str], tokens: Iterable[Token] = (), reason: str | None = None
@@ -195,9 +195,9 @@ class Answer:
         try:
             for choice in range(self.request.n):
                 yield part(choice, {"role": "assistant", "content": ""})
-            async for choice, more, tokens in self._pieces():
-                if more or self.request.top is not None:
-                    yield part(choice, {"content": more}, tokens)
+            async for choice, piece, tokens in self._pieces():
+                if piece or self.request.top is not None:
+                    yield part(choice, {"content": piece}, tokens)
                 if reason := self.reasons[choice]:
                     yield part(choice, {}, reason=reason)
             if wants_usage:
@@ -211,13 +211,13 @@ class Answer:
         """Returns tokens with log-probs and top alternatives in OpenAI's format, or None if not requested."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            written = bytes_of(self.server.tokenizer, token)
-            return {"token": token_text(written), "logprob": logprob, "bytes": list(written)}
+            data = bytes_of(self.server.tokenizer, token)
+            return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
 
         if self.request.top is None:
             return None
         content = [
-            {**entry(token.id, token.logprob), "top_logprobs": [entry(*one) for one in token.top]}
+            {**entry(token.id, token.logprob), "top_logprobs": [entry(*pair) for pair in token.top]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
@@ -226,28 +226,28 @@ class Answer:
 @lru_cache(1 << 14)
 def bytes_of(tokenizer: Any, token: int) -> bytes:
     """Returns the bytes of a token, which may be only a part of a UTF-8 character."""
-    entry, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
-    if entry is None or decoder is None or token in tokenizer.added_tokens_decoder:
+    piece, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
+    if piece is None or decoder is None or token in tokenizer.added_tokens_decoder:
         return str(tokenizer.decode([token])).encode()
-    if decoder.decode(["Ġ"]) == " " and all(character in BYTES for character in entry):
-        return bytes(BYTES[character] for character in entry)
-    if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", entry):  # SentencePiece
-        return bytes.fromhex(entry[3:5])
-    return decoder.decode(["a", entry])[1:].encode()  # prepends `a`, because decoders strip leading spaces
+    if decoder.decode(["Ġ"]) == " " and all(character in BYTES for character in piece):
+        return bytes(BYTES[character] for character in piece)
+    if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece
+        return bytes.fromhex(piece[3:5])
+    return decoder.decode(["a", piece])[1:].encode()  # prepends `a`, because decoders strip leading spaces
 
 
-def token_text(written: bytes) -> str:
+def token_text(data: bytes) -> str:
     """Returns a token's text, or, like OpenAI, `bytes:` and the escaped bytes if the token is not valid UTF-8."""
     try:
-        return written.decode()
+        return data.decode()
     except UnicodeDecodeError:
-        return f"bytes:{str(written)[2:-1]}"
+        return f"bytes:{str(data)[2:-1]}"
 
 
 def answer_head(kind: str, request: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
     """Returns the first fields of every response."""
-    facts = {"id": f"{kind}-{secrets.token_hex(16)}", "created": int(time.time()), "model": request.model}
-    return {**facts, "system_fingerprint": served.version}
+    fields = {"id": f"{kind}-{secrets.token_hex(16)}", "created": int(time.time()), "model": request.model}
+    return {**fields, "system_fingerprint": served.version}
 
 
 def token_usage(answers: list[Answer]) -> dict[str, int]:
@@ -257,8 +257,8 @@ def token_usage(answers: list[Answer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+def event(payload: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n".encode()
 
 
 class Stream(StreamingResponse):
@@ -288,7 +288,7 @@ async def complete_prompts(
     finally:
         for answer in answers:
             answer.cancel()
-    completed = [one for answer in answers for one in zip(answer.texts, answer.reasons, strict=True)]
+    completed = [pair for answer in answers for pair in zip(answer.texts, answer.reasons, strict=True)]
     choices = [
         {"index": index, "text": text.text, "logprobs": None, "finish_reason": reason}
         for index, (text, reason) in enumerate(completed)

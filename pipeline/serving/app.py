@@ -1,6 +1,6 @@
 """Defines the Ray Serve application: replicas of `Server`, which implement OpenAI's API, and one `Recorder`.
 
-    handle = serve.run(application(work, digests), name="serve")
+    handle = serve.run(make_application(work, digests), name="serve")
 
 A request is parsed, decoded and answered by a single replica, which batches it with other requests. The recorder stores the
 feedback and the metrics of all replicas.
@@ -107,9 +107,9 @@ def bind_to_node_address() -> None:
     import ray
     from ray.serve._private import replica
 
-    bind, home = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
-    host = f"[{home}]" if ":" in home else home
-    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", host))
+    add_port, node_ip = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
+    host = f"[{node_ip}]" if ":" in node_ip else node_ip
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))
 
 
 class Recorder:
@@ -129,11 +129,11 @@ class Recorder:
     def add_feedback(self, feedback: dict[str, Any]) -> dict[str, Any] | Refused:
         return self._in_store("add", feedback)
 
-    def _in_store(self, method: str, given: Any) -> Any:
+    def _in_store(self, method: str, argument: Any) -> Any:
         """Calls a method of the feedback store. Returns Refused errors, because Ray would log a traceback if they were raised."""
         try:
             with self.lock:
-                return getattr(self.store, method)(given)
+                return getattr(self.store, method)(argument)
         except Refused as error:
             return error
 
@@ -145,23 +145,23 @@ def endpoint(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
     """Decorates a request handler: checks the sender before the handler runs, and turns exceptions into error responses."""
 
     @functools.wraps(handler)  # FastAPI reads the handler's signature
-    async def wrapped(self: Any, request: Request, **given: Any) -> Response:
+    async def wrapped(self: Any, request: Request, **parameters: Any) -> Response:
         path = request.scope["route"].path
         try:
             if path != "/health":
                 self.check_sender(request)
-            response = await handler(self, request, **given)
+            response = await handler(self, request, **parameters)
         except (ClientDisconnect, TaskCancelledError):  # the client has disconnected
             response = Response(status_code=499)
         except Exception as error:
             if isinstance(error, RowError):
-                refused = Refused(400, str(error), error.field or None)
+                refusal = Refused(400, str(error), error.field or None)
             elif isinstance(error, Refused):
-                refused = error
+                refusal = error
             else:
                 print(f"a request failed: {in_brief(error)}", flush=True)
-                refused = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
-            response = JSONResponse(refused.body(), refused.status, HEADERS.get(refused.status))
+                refusal = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
+            response = JSONResponse(refusal.body(), refusal.status, HEADERS.get(refusal.status))
         self.metrics.requests.labels(path, response.status_code).inc()
         return response
 
@@ -202,9 +202,9 @@ class Server:
 
     # ---------------------------------------------------------------------------------------- the recorder
 
-    async def _ask_recorder(self, method: str, *given: Any) -> Any:
+    async def _ask_recorder(self, method: str, *arguments: Any) -> Any:
         try:
-            result = await getattr(self.recorder, method).remote(*given)
+            result = await getattr(self.recorder, method).remote(*arguments)
         except Exception as error:
             raise Refused(503, "the recorder is restarting; send the request again") from error
         if isinstance(result, Refused):
@@ -228,8 +228,8 @@ class Server:
                 self.metrics.versions.labels(name, version).set(1)
             answers, self.answers = self.answers, []
             try:
-                measured = list(self.metrics.registry.collect())
-                await self._ask_recorder("add_report", self.name, measured, answers)
+                metrics = list(self.metrics.registry.collect())
+                await self._ask_recorder("add_report", self.name, metrics, answers)
             except (Refused, asyncio.CancelledError):  # the client's disconnection raises CancelledError
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
@@ -239,12 +239,12 @@ class Server:
         request = answer.request
         if not self.serve.log_prompts or not isinstance(request, ChatRequest):
             return
-        facts = {"id": answer.head["id"], "time": time.time(), "version": answer.version}
-        facts |= {"model": request.model, "seed": answer.seed, "choices": request.n}
-        facts |= {"messages": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
-        facts["texts"] = [text.text for text in answer.texts]
-        facts["truncated"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
-        self.answers.append(facts)
+        record = {"id": answer.head["id"], "time": time.time(), "version": answer.version}
+        record |= {"model": request.model, "seed": answer.seed, "choices": request.n}
+        record |= {"messages": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
+        record["texts"] = [text.text for text in answer.texts]
+        record["truncated"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
+        self.answers.append(record)
 
     # --------------------------------------------------------------------------------- parts of every request
 
@@ -261,22 +261,22 @@ class Server:
         for header, prefix in (("host", "//"), ("origin", "")):
             for value in request.headers.getlist(header):
                 try:
-                    name = urlsplit(prefix + value).hostname
+                    hostname = urlsplit(prefix + value).hostname
                 except ValueError:
-                    name = None
-                if name not in LOOPBACK:
+                    hostname = None
+                if hostname not in LOOPBACK:
                     raise Refused(403, f"{header}: found {value[:80]!r}; expected 127.0.0.1 or localhost")
 
     async def _body(self, request: Request) -> Any:
         """Returns the parsed JSON of the request's body. Raises Refused if the body is invalid, too large or too slow."""
-        most, body = self.serve.max_body_bytes, bytearray()
-        too_large = Refused(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
-        if int(request.headers.get("content-length", 0)) > most:
+        limit, body = self.serve.max_body_bytes, bytearray()
+        too_large = Refused(413, f"the body has more than {limit} bytes (serve.max_body_bytes)")
+        if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
         async with time_limit(REQUEST_S, Refused(408, f"no complete body within {REQUEST_S} s")):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > most:
+                if len(body) > limit:
                     raise too_large
         return protocol.parse_json(bytes(body))
 
@@ -289,8 +289,8 @@ class Server:
             raise Refused(400, f"n: found {parsed.n}; expected at most {self.serve.max_n}", "n")
         return parsed, self.models.policies[parsed.model]
 
-    async def _in_reader(self, function: Callable[..., Any], *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.reader, function, *given)
+    async def _in_reader(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.reader, function, *arguments)
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -322,8 +322,8 @@ class Server:
 
     def _model_facts(self, name: str) -> dict[str, Any]:
         kind = "policy" if name in self.models.policies else "reward"
-        facts = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rlhf"}
-        return {**facts, "version": self.models.versions[name], "kind": kind}
+        fields = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rlhf"}
+        return {**fields, "version": self.models.versions[name], "kind": kind}
 
     @app.post("/v1/chat/completions")
     @endpoint
@@ -341,23 +341,23 @@ class Server:
     async def complete(self, request: Request) -> Response:
         parsed, served = await self._parse(request, CompletionRequest)
         if len(parsed.prompts) * parsed.n > self.serve.max_queue:
-            most = f"at most {self.serve.max_queue} completions (serve.max_queue)"
-            raise Refused(400, f"prompt: found {len(parsed.prompts)} prompts; expected {most}", "prompt")
-        found = await complete_prompts(self, parsed, await self._in_reader(self._prompt_ids, parsed), served)
-        return JSONResponse(found, headers={"x-model-version": served.version})
+            expected = f"at most {self.serve.max_queue} completions (serve.max_queue)"
+            raise Refused(400, f"prompt: found {len(parsed.prompts)} prompts; expected {expected}", "prompt")
+        reply = await complete_prompts(self, parsed, await self._in_reader(self._prompt_ids, parsed), served)
+        return JSONResponse(reply, headers={"x-model-version": served.version})
 
     def _prompt_ids(self, request: CompletionRequest) -> list[list[int]]:
         """Returns the token ids of each prompt. Raises Refused if a prompt is empty, invalid or too long."""
-        limit = self.args.response_length
-        most = self.longest - min(request.token_limit or limit, limit)
+        length = self.args.response_length
+        limit = self.longest - min(request.token_limit or length, length)
         vocabulary, prompts = len(self.tokenizer), []
         for prompt in request.prompts:
             ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
             if not ids or max(ids) >= vocabulary:
-                why = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
-                raise Refused(400, why, "prompt")
-            if len(ids) > most:
-                raise Refused(400, f"prompt: {len(ids)} tokens; expected at most {most}", "prompt", TOO_LONG)
+                problem = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
+                raise Refused(400, problem, "prompt")
+            if len(ids) > limit:
+                raise Refused(400, f"prompt: {len(ids)} tokens; expected at most {limit}", "prompt", TOO_LONG)
             prompts.append(ids)
         return prompts
 
@@ -368,17 +368,19 @@ class Server:
         try:
             record = parse_row(row, self.encoder.kind)
             if unused := [name for name in self.encoder.unread(record) if name.startswith("chat_")]:
-                why = f"{unused[0]}: the chat template does not use this variable"
-                raise Refused(400, why, "chat_template_kwargs")
+                problem = f"{unused[0]}: the chat template does not use this variable"
+                raise Refused(400, problem, "chat_template_kwargs")
             [[outcome]] = self.encoder.encode([record])
         except RowError as error:
             outcome = error
         if isinstance(outcome, Example):
             return outcome.columns["input_ids"]
         field = outcome.field.replace("prompt", "messages", 1) or "messages"
-        long = outcome.kind == "overlong"
-        why = f"{'messages:' if long else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
-        raise Refused(400, why, "messages", TOO_LONG if long else None)
+        overlong = outcome.kind == "overlong"
+        problem = (
+            f"{'messages:' if overlong else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
+        )
+        raise Refused(400, problem, "messages", TOO_LONG if overlong else None)
 
     @app.post("/score")
     @endpoint
@@ -400,11 +402,11 @@ class Server:
     @app.post("/v1/feedback")
     @endpoint
     async def feedback(self, request: Request) -> Response:
-        given = protocol.parse_request(Feedback, await self._body(request))
+        feedback = protocol.parse_request(Feedback, await self._body(request))
         if not self.serve.log_prompts:
             raise Refused(400, "this server stores no answers; start the server with serve.log_prompts=true")
         await self._flush()  # the answer may not have been sent to the recorder yet
-        return JSONResponse(await self._ask_recorder("add_feedback", given.model_dump(exclude_none=True)))
+        return JSONResponse(await self._ask_recorder("add_feedback", feedback.model_dump(exclude_none=True)))
 
 
 Ingress = serve.ingress(app)(Server)

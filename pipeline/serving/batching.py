@@ -69,7 +69,7 @@ class Batcher:
         self.decoder, self.queue, self.prompt_tokens = decoder, queue, prompt_tokens
         self.rows: list[ServedRow] = []  # rows that the decoder is decoding
         self.waiting: deque[ServedRow] = deque()
-        self.requested: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.condition = threading.Condition()
         self.closed = False
         self.thread = threading.Thread(target=self._work, daemon=True, name="batcher")
@@ -90,7 +90,7 @@ class Batcher:
         """Makes the batcher's thread call `function` between two steps. Returns a future for the result."""
         future: Future[Any] = Future()
         with self.condition:
-            self.requested.append((function, future))
+            self.calls.append((function, future))
             self._wake()
         return future
 
@@ -114,8 +114,8 @@ class Batcher:
         """Wakes the batcher's thread. If the batcher is closed, all waiting rows and calls fail."""
         while self.closed and self.waiting:
             self.waiting.popleft().fail(RuntimeError(ENDED))
-        while self.closed and self.requested:
-            _, future = self.requested.popleft()
+        while self.closed and self.calls:
+            _, future = self.calls.popleft()
             if future.set_running_or_notify_cancel():  # returns False if the client has disconnected
                 future.set_exception(RuntimeError(ENDED))
         self.condition.notify()
@@ -130,34 +130,34 @@ class Batcher:
         while True:
             with self.condition:
                 self.condition.wait_for(
-                    lambda: self.closed or self.requested or self.waiting or self.decoder.rows
+                    lambda: self.closed or self.calls or self.waiting or self.decoder.rows
                 )
                 if self.closed:
                     return
-                requested, self.requested = self.requested, deque()
-            ruined: SelfCheckFailed | None = None
-            for function, future in requested:
+                calls, self.calls = self.calls, deque()
+            fatal_error: SelfCheckFailed | None = None
+            for function, future in calls:
                 if not future.set_running_or_notify_cancel():
                     continue  # the client has disconnected
                 try:
                     future.set_result(function())
                 except BaseException as error:  # other requests need the thread, so an error must not end it
                     future.set_exception(error)
-                    ruined = error if isinstance(error, SelfCheckFailed) else ruined
+                    fatal_error = error if isinstance(error, SelfCheckFailed) else fatal_error
             try:
-                if ruined:  # the weights of the base have changed, so later tokens may be wrong
-                    raise ruined
+                if fatal_error:  # the weights of the base have changed, so later tokens may be wrong
+                    raise fatal_error
                 if joining := self._joining():
                     self.decoder.join(joining)
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
             except Exception as error:  # e.g. out of memory; only the rows in the batch fail
-                lost, self.rows = self.rows, []
-                for row in lost:
+                rows, self.rows = self.rows, []
+                for row in rows:
                     row.fail(error)
                 with contextlib.suppress(RuntimeError):
-                    if not ruined:
+                    if not fatal_error:
                         self.decoder.reset()
                         continue
                 with self.condition:  # the decoder cannot be reset

@@ -79,30 +79,30 @@ class FeedbackStore:
         # Ages are computed from this start time, so that no conversation is deleted if the system clock jumps.
         self.epoch = time.time() - time.monotonic()
         try:
-            with contextlib.ExitStack() as opened:
+            with contextlib.ExitStack() as stack:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                what = f"another server to release {folder}"
-                opened.enter_context(storage.locked(f"{folder}/.lock", what, LOCK_S))
+                event = f"another server to release {folder}"
+                stack.enter_context(storage.locked(f"{folder}/.lock", event, LOCK_S))
                 self.bytes = sum(remove_incomplete_line(self.folder / f"{name}.jsonl") for name in FILES)
-                database = self.folder / "conversations.db"
-                database.touch()
-                database.chmod(0o600)  # private, because the database contains prompts and completions
-                self.database = sqlite3.connect(database, check_same_thread=False)
-                opened.callback(self.database.close)
+                path = self.folder / "conversations.db"
+                path.touch()
+                path.chmod(0o600)  # private, because the database contains prompts and completions
+                self.database = sqlite3.connect(path, check_same_thread=False)
+                stack.callback(self.database.close)
                 self.database.executescript(TABLES)
                 total = self.database.execute(f"SELECT TOTAL({BYTES}) FROM answers")
                 [self.conversation_bytes] = total.fetchone()
-                self.opened = opened.pop_all()
+                self.stack = stack.pop_all()
         except sqlite3.Error as error:
-            why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere (feedback on earlier answers then gets 404)"
-            raise InputError(why, key=KEY) from error
+            problem = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere (feedback on earlier answers then gets 404)"
+            raise InputError(problem, key=KEY) from error
         except OSError as error:  # TimeoutError means that another server uses the folder
-            why = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
-            raise InputError(why, key=KEY) from error
+            problem = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
+            raise InputError(problem, key=KEY) from error
 
     def close(self) -> None:
         """Closes the database, and unlocks the folder."""
-        self.opened.close()
+        self.stack.close()
 
     def remember(self, answers: list[dict[str, Any]]) -> None:
         """Stores answers, so that they can get feedback. Deletes answers that are too old or exceed half of max_bytes."""
@@ -126,10 +126,10 @@ class FeedbackStore:
         except (sqlite3.Error, OSError) as error:
             raise Refused(507, f"feedback cannot be written ({error})") from error
 
-    def _delete(self, which: str, value: float) -> int:
+    def _delete(self, condition: str, value: float) -> int:
         """Deletes answers and their entries in the table feedback. Returns the number of deleted bytes."""
-        deleted = self.database.execute(f"DELETE FROM answers WHERE {which} RETURNING {BYTES}", (value,))
-        return sum(length for (length,) in deleted)
+        rows = self.database.execute(f"DELETE FROM answers WHERE {condition} RETURNING {BYTES}", (value,))
+        return sum(length for (length,) in rows)
 
     def add(self, request: dict[str, Any]) -> dict[str, Any]:
         """Writes one label, comparison or edit as a row. Sending the same feedback again changes nothing.
@@ -139,31 +139,31 @@ class FeedbackStore:
                 already has different feedback of this kind; 507 if the folder is full.
         """
         feedback = Feedback.model_validate(request)
-        found = self.database.execute("SELECT answer FROM answers WHERE id = ?", (feedback.id,)).fetchone()
-        if found is None:
+        record = self.database.execute("SELECT answer FROM answers WHERE id = ?", (feedback.id,)).fetchone()
+        if record is None:
             raise Refused(404, "this server has no answer with this id", "id")
-        answer = json.loads(found[0])
+        answer = json.loads(record[0])
         for key in ("choice", "chosen", "rejected"):
             choice = getattr(feedback, key)
             if choice is not None and choice >= answer["choices"]:
-                why = f"{key}: found {choice}, but the answer has {answer['choices']} choices"
-                raise Refused(400, why, key)
+                problem = f"{key}: found {choice}, but the answer has {answer['choices']} choices"
+                raise Refused(400, problem, key)
         content = {"kind": feedback.kind, **feedback.model_dump(exclude_none=True, exclude={"id"})}
         if feedback.edit is not None:
             # only a digest, because the row contains the full text
             content["edit"] = hashlib.sha256(feedback.edit.encode()).hexdigest()[:16]
         name = feedback.id if feedback.kind == "comparisons" else f"{feedback.id}/{feedback.choice}"
-        earlier = self.database.execute(
+        previous = self.database.execute(
             "SELECT content FROM feedback WHERE answer = ? AND name = ? AND kind = ?",
             (feedback.id, name, feedback.kind),
         ).fetchone()
-        if earlier is not None and json.loads(earlier[0]) != content:
+        if previous is not None and json.loads(previous[0]) != content:
             raise Refused(409, "the answer already has different feedback, which was not changed", "id")
-        if earlier is None:
+        if previous is None:
             row = self._row(answer, feedback)
             self._check_row(feedback.kind, row)
-            facts = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
-            row |= facts | {"id": name}
+            details = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
+            row |= details | {"id": name}
             with self._transaction():  # rolled back if the row cannot be written
                 values = (feedback.id, name, feedback.kind, json.dumps(content))
                 self.database.execute("INSERT INTO feedback VALUES (?, ?, ?, ?)", values)
@@ -176,8 +176,8 @@ class FeedbackStore:
         preferred = feedback.chosen if kind == "comparisons" else choice if feedback.label else None
         if preferred in answer["truncated"]:
             key = FILES[kind][1]
-            why = f"{key}: choice {preferred} was truncated and would teach the policy to stop too early"
-            raise Refused(400, f"{why}; send an edit with the complete text", key)
+            problem = f"{key}: choice {preferred} was truncated and would teach the policy to stop too early"
+            raise Refused(400, f"{problem}; send an edit with the complete text", key)
         prompt = {"prompt": answer["messages"]}
         if variables := answer["chat_template_kwargs"]:
             prompt["chat_template_kwargs"] = variables
@@ -198,10 +198,10 @@ class FeedbackStore:
             outcome = error
         if isinstance(outcome, RowError):
             field = f"`{outcome.field}` is " if outcome.field else "found "
-            why = (
+            problem = (
                 f"{key}: no stage can train on this row: {field}{outcome.found}; expected {outcome.expected}"
             )
-            raise Refused(400, why, key)
+            raise Refused(400, problem, key)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""
@@ -209,13 +209,13 @@ class FeedbackStore:
         if self.bytes + len(line) > self.max_bytes // 2:
             raise Refused(507, "the feedback folder is full (serve.max_feedback_bytes)")
         file = os.open(self.folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        before = os.fstat(file).st_size
+        size = os.fstat(file).st_size
         try:
             if os.write(file, line) < len(line):
                 raise OSError("only a part of the row was written")
             os.fsync(file)
         except OSError:
-            os.ftruncate(file, before)
+            os.ftruncate(file, size)
             raise
         finally:
             os.close(file)

@@ -45,11 +45,11 @@ class MetricsPage:
         """Returns the metrics of all live replicas for prometheus_client. Each sample gets the label `replica`."""
         merged: dict[str, Metric] = {}
         now = time.monotonic()
-        for replica, (sent, metrics) in self.newest.items():
-            for one in metrics if now - sent < REPORT_TIMEOUT_S else ():
-                metric = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
-                for sample in one.samples:
-                    metric.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+        for replica, (report_time, metrics) in self.newest.items():
+            for metric in metrics if now - report_time < REPORT_TIMEOUT_S else ():
+                copy = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    copy.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
         return list(merged.values())
 
     def text(self) -> bytes:

@@ -67,8 +67,8 @@ class Models:
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key, version in pinned_versions(host.work).items():
-            found = host.work.inputs.get(key)
-            self._serve(key, version, found and self._with_same_template(key, found))
+            model = host.work.inputs.get(key)
+            self._serve(key, version, model and self._with_same_template(key, model))
 
     @property
     def versions(self) -> dict[str, str]:
@@ -81,33 +81,33 @@ class Models:
         work = self.host.work
         return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
 
-    def _with_same_template(self, key: str, found: Input) -> Input:
-        """Returns `found`. Raises InputError if the adapter's chat template differs from the other policies' chat template."""
+    def _with_same_template(self, key: str, model: Input) -> Input:
+        """Returns `model`. Raises InputError if the adapter's chat template differs from the other policies' chat template."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
-            return found
-        template = found.lineage.get("chat_template")
+            return model
+        template = model.lineage.get("chat_template")
         if template not in (None, template_digest(self.host.tokenizer)):
             raise InputError(
-                f"{found.version} was trained with a different chat template than the other policies; serve this version "
+                f"{model.version} was trained with a different chat template than the other policies; serve this version "
                 "separately, or set model.chat_template for all policies",
                 key=f"serve.{key}",
             )
-        return found
+        return model
 
-    def _serve(self, key: str, version: str, found: Input | None) -> None:
+    def _serve(self, key: str, version: str, model: Input | None) -> None:
         """Loads a version unless it is already loaded, and assigns it to a model id."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
-        served = next((one for one in models.values() if one.version == version), None)
+        served = next((entry for entry in models.values() if entry.version == version), None)
         if served is None:
             self.loaded += 1
             role, reward = f"{kind}_{self.loaded}", None
-            host = ModelHost(replace(self.host.work, inputs={key: found} if found else {}))
+            host = ModelHost(replace(self.host.work, inputs={key: model} if model else {}))
             if kind == "rewards":
                 reward = roles.load_reward(host, self.shared, key, role)
                 if self.shared is not None and hasattr(reward, "role"):
                     self.remove[role] = self.shared.remove
-            elif found:
+            elif model:
                 self.batcher.decoder.add(role, host.input(key))
                 self.remove[role] = self.batcher.decoder.remove
             served = Served(version, role if role in self.remove else None, reward)
@@ -121,45 +121,45 @@ class Models:
         while True:
             time.sleep(poll_interval_s)
             try:
-                found = self.follow_aliases()
+                changes = self.follow_aliases()
             except Exception as error:
-                found = {type(error).__name__: f"cannot resolve the aliases: {in_brief(error)}"}
-            for cause, line in found.items():
+                changes = {type(error).__name__: f"cannot resolve the aliases: {in_brief(error)}"}
+            for cause, line in changes.items():
                 if cause not in printed:  # prints a persistent problem only once
                     print(line, flush=True)
-            printed = found
+            printed = changes
 
     def follow_aliases(self) -> dict[str, str]:
         """Checks each alias once, loads the new versions of aliases that have moved, and unloads unused versions.
 
         Returns {cause: line to print}. While a problem persists, its cause stays the same, even if the text of the error changes.
         """
-        found = {}
+        changes = {}
         for key, reference in self.host.work.serve.inputs.items():
             name = key.partition(".")[2]
-            before, problem = self.versions[name], f"cannot resolve {reference}"
+            old, problem = self.versions[name], f"cannot resolve {reference}"
             if not InputURI.parse(reference).alias:
                 continue
             try:
                 version = registry.pin(reference, self.uri)
                 problem = f"cannot serve {version}"
-                if version != before:
+                if version != old:
                     # Checks the version outside of the batcher's thread, because checks would delay the batch.
-                    checked = self._checked(key, version)
-                    self.batcher.run(partial(self._serve, key, version, checked)).result()
-                    found[f"{name} {version}"] = f"{name}: {version}"
+                    model = self._checked(key, version)
+                    self.batcher.run(partial(self._serve, key, version, model)).result()
+                    changes[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
-                found[f"{name} {problem} {type(error)}"] = f"{problem} ({in_brief(error)}); keeping {before}"
+                changes[f"{name} {problem} {type(error)}"] = f"{problem} ({in_brief(error)}); keeping {old}"
         self.batcher.run(self._remove_unused).result()
-        return found
+        return changes
 
     def _remove_unused(self) -> None:
         """Unloads each role that no model id used at the last two polls, and that no unfinished completion uses.
 
         Waits for the second poll, because at the first poll a request may not have submitted its completions yet.
         """
-        named = {one.role for one in (*self.policies.values(), *self.rewards.values())}
-        unused = self.remove.keys() - named - self.batcher.roles()
+        used = {served.role for served in (*self.policies.values(), *self.rewards.values())}
+        unused = self.remove.keys() - used - self.batcher.roles()
         for role in unused & self.unused:
             self.remove.pop(role)(role)
         self.unused = unused - self.unused
@@ -181,17 +181,17 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
     """
     work = host.work
     if work.rollout.engine == "vllm":
-        scores = any(not InputURI.parse(source).is_function for source in work.serve.rewards.values())
-        return roles.shared_base(host) if scores else None, _vllm(host)
+        needs_base = any(not InputURI.parse(source).is_function for source in work.serve.rewards.values())
+        return roles.shared_base(host) if needs_base else None, _vllm(host)
     shared = roles.shared_base(host)
     device, free = shared.device, free_bytes(shared.device)
-    each = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
-    fits = int(CACHE_FRACTION[device.type] * free / each) if free < float("inf") else 1 << 20
+    kv_size = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
+    max_positions = int(CACHE_FRACTION[device.type] * free / kv_size) if free < float("inf") else 1 << 20
     decoder = SlotDecoder(
         shared,
         host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
-        max_positions=work.serve.cache_tokens or fits,
+        max_positions=work.serve.cache_tokens or max_positions,
         look=1,  # reads tokens after each step, so that clients get each token immediately
         graphs=False,  # rows join and leave the batch too often for CUDA graphs
     )
@@ -209,8 +209,8 @@ def _vllm(host: ModelHost) -> Batcher:
     }
     if host.device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        share = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
-        options["gpu_memory_utilization"] = share
+        fraction = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
+        options["gpu_memory_utilization"] = fraction
     inputs = [name for name in host.work.inputs if name.startswith("policies.")]
     rank = accepted_rank(
         max((adapter_files.largest_rank_in_folder(host.input(name)) for name in inputs), default=1)
@@ -223,8 +223,8 @@ def end_token_ids(host: ModelHost) -> list[int]:
     """Returns the token ids that end a completion. The result is the same as with `load_base`, but the base is not loaded."""
     model = host.work.model
     config = base_config(model.name_or_path, model.revision)
-    text = config.get("text_config") or config
+    text_config = config.get("text_config") or config
     generation = base_json(model.name_or_path, "generation_config.json", model.revision)
     if generation is None:  # without this file, transformers uses config.json
-        generation = {"eos_token_id": text.get("eos_token_id")}
-    return [i for i in eos_ids(host.tokenizer, generation) if i < text.get("vocab_size", i + 1)]
+        generation = {"eos_token_id": text_config.get("eos_token_id")}
+    return [i for i in eos_ids(host.tokenizer, generation) if i < text_config.get("vocab_size", i + 1)]

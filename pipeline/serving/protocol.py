@@ -35,11 +35,11 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def unknown_model(what: str, name: str, known: Iterable[str]) -> Refused:
+def unknown_model(kind: str, name: str, names: Iterable[str]) -> Refused:
     """Returns the error for a request with an unknown model id."""
-    expected = ", ".join(known)
+    expected = ", ".join(names)
     expected = f"; expected one of {expected}" if expected else "; this server has none"
-    return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")
+    return Refused(404, f"no {kind} {name[:80]!r}{expected}", "model", "model_not_found")
 
 
 class StreamOptions(BaseModel):
@@ -117,8 +117,8 @@ class CompletionRequest(SampledRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        alone = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
+        is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_single else self.prompt  # type: ignore[return-value, list-item]
 
 
 # {unsupported key that clients often send: values that have no effect}. All other values are rejected.
@@ -180,16 +180,16 @@ def parse_request(kind: type[Request], value: Any) -> Request:
         raise Refused(400, f"found a {type(value).__name__}, expected an object")
     # Many clients send all keys that they know, with null for keys that are not set.
     neutral = NEUTRAL if issubclass(kind, SampledRequest) else {}
-    given = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
+    values = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        path = str(first["loc"][0]) if first["loc"] else ""
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        path = str(problem["loc"][0]) if problem["loc"] else ""
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
             message = "is not supported here"
-        if path and first["type"] != "missing":
+        if path and problem["type"] != "missing":
             message += f"; found {value.get(path)!r:.80}"
         param = path or message.partition(":")[0]
         raise Refused(400, f"{path}: {message}" if path else message, param) from error

@@ -59,9 +59,9 @@ class Scores:
             [outcomes] = self.encoder.encode([parse_row(row, self.encoder.kind)])
             outcome = outcomes[0]
             if InputURI.parse(source).is_function and (
-                wanted := missing_parameter(source, {*row, "messages"})
+                parameter := missing_parameter(source, {*row, "messages"})
             ):
-                outcome = RowError("missing", wanted, "no such field", f"one, because {source} needs it")
+                outcome = RowError("missing", parameter, "no such field", f"one, because {source} needs it")
             elif isinstance(outcome, Dropped):
                 expected = "a shorter prompt"
                 outcome = RowError(outcome.reason, "", "a pair that is equal once it is truncated", expected)

@@ -102,9 +102,9 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             shared.append(argument)
     if not varied:
         raise InputError(f"no key varies; a sweep needs a key with several values, {EXAMPLE}")
-    numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
-    tree = Tree("command line", {"sweep": numbers})
-    known = SweepSettings(
+    parsed = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
+    tree = Tree("command line", {"sweep": parsed})
+    sweep_settings = SweepSettings(
         **schema.check_section(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings"))
     )
     base = load_job(path, shared)
@@ -114,7 +114,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
             why = "trials must differ only in training settings"
             raise InputError(f"a sweep cannot vary this key, because {why}; set one value", key=key)
-    jobs = _load_all(path, shared, _combinations(varied, known))
+    jobs = _load_all(path, shared, _combinations(varied, sweep_settings))
     if not base.held_out:
         raise InputError(
             "the trials are compared on held-out rows, but there are none; set data.eval or data.eval_fraction",
@@ -126,17 +126,17 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
     metric = metric or base.measurable.default
     check_comparable(metric, base.stage, varied)
     # The default name is a digest of the sweep, so that the same command resumes.
-    essences = [deciding_settings(identity_of(job)) for job, _ in jobs]
-    content = [essences, base.run.metric_for_best_model, known.reduction_factor]
+    identities = [deciding_settings(identity_of(job)) for job, _ in jobs]
+    content = [identities, base.run.metric_for_best_model, sweep_settings.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = base.run.name or f"sweep-{base.stage}-{digest}"
-    home = storage.absolute(base.run.storage_path)
-    base = replace(base, run=replace(base.run, name=name, storage_path=home))
+    folder = storage.absolute(base.run.storage_path)
+    base = replace(base, run=replace(base.run, name=name, storage_path=folder))
     trials = []
     for job, varied_values in jobs:
         scaling = {**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1}
-        cache = job.data.cache_dir or storage.join(home, "data")
-        trial = replace(
+        cache = job.data.cache_dir or storage.join(folder, "data")
+        trial_job = replace(
             job,
             run=replace(
                 job.run, name=name_of_trial(varied_values), storage_path=base.folder, overwrite=False
@@ -146,9 +146,9 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
             data=replace(job.data, cache_dir=cache),
             gate={},
         )
-        trials.append(Trial(name_of_trial(varied_values), varied_values, trial))
+        trials.append(Trial(name_of_trial(varied_values), varied_values, trial_job))
     greater = greater_is_better(metric, base.run.greater_is_better)
-    return Sweep(base, known, trials, metric, greater, shared)
+    return Sweep(base, sweep_settings, trials, metric, greater, shared)
 
 
 def split_values(text: str) -> list[str]:
@@ -169,7 +169,7 @@ def _combinations(varied: dict[str, list[str]], settings: SweepSettings) -> list
             key="sweep.max_trials",
         )
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
-    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # removes duplicates
+    return [x for i, x in enumerate(combinations) if x not in combinations[:i]]  # removes duplicates
 
 
 def _load_all(
@@ -177,28 +177,28 @@ def _load_all(
 ) -> list[tuple[Job, dict[str, str]]]:
     """Returns the job of every combination. Raises one InputError about all combinations whose job is invalid."""
     jobs = []
-    wrong: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     for values in combinations:
-        typed = [f"{key}={value}" for key, value in values.items()]
+        arguments = [f"{key}={value}" for key, value in values.items()]
         try:
-            jobs.append((load_job(path, [*shared, *typed]), values))
+            jobs.append((load_job(path, [*shared, *arguments]), values))
         except InputError as error:
-            wrong.setdefault(str(error), []).append(" ".join(typed))
-    if wrong:
-        count = sum(map(len, wrong.values()))
+            problems.setdefault(str(error), []).append(" ".join(arguments))
+    if problems:
+        count = sum(map(len, problems.values()))
         lines = [f"{count} of {len(combinations)} trials cannot run; nothing was started"]
-        lines += [f"  {message}\n    in {'; '.join(typed)}" for message, typed in wrong.items()]
+        lines += [f"  {message}\n    in {'; '.join(arguments)}" for message, arguments in problems.items()]
         raise InputError("\n".join(lines))
     return jobs
 
 
 def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
     """Raises InputError if a varied key changes the meaning of the metric, because the metric then cannot compare trials."""
-    of_beta = (one := find_metric(metric)) and one.unit == IMPLICIT
-    scale = LOSS if metric == "eval_loss" else ["beta"] if of_beta else []
-    if changing := [key for key in varied if key.removeprefix("trainer.") in scale]:
+    implicit = (definition := find_metric(metric)) and definition.unit == IMPLICIT
+    scale = LOSS if metric == "eval_loss" else ["beta"] if implicit else []
+    if keys := [key for key in varied if key.removeprefix("trainer.") in scale]:
         raise InputError(
-            f"the trials cannot be compared by {metric}, because {', '.join(changing)} changes its scale; set "
+            f"the trials cannot be compared by {metric}, because {', '.join(keys)} changes its scale; set "
             f"run.metric_for_best_model={COMPARABLE[stage]}",
             key="run.metric_for_best_model",
         )
@@ -208,8 +208,8 @@ def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:
 
 def name_of_trial(values: dict[str, str]) -> str:
     """Returns a unique name for a combination of values. The name is valid as the name of a folder."""
-    typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
-    if name == typed and len(name) <= 80:
+    text = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+    if name == text and len(name) <= 80:
         return name
-    return f"{name[:70].strip('-')}-{hashlib.sha256(typed.encode()).hexdigest()[:6]}"
+    return f"{name[:70].strip('-')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

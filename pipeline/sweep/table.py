@@ -9,17 +9,17 @@ from pipeline.system import storage
 from pipeline.text import table
 
 
-def trial_rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
+def trial_rows(sweep: Sweep, state: dict[str, Any], errors: dict[str, str]) -> list[dict[str, Any]]:
     """Returns a dict for each trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
 
     Args:
         state: the return value of Rungs.state.
-        died: {trial: error}, for trials whose process died more often than run.max_failures allows.
+        errors: {trial: error}, for trials whose process died more often than run.max_failures allows.
     """
-    made = []
+    rows = []
     for trial in sweep.trials:
         last = (state["reports"].get(trial.name) or [{}])[-1]
-        failure = state["failures"].get(trial.name) or died.get(trial.name)
+        failure = state["failures"].get(trial.name) or errors.get(trial.name)
         why = failure or "interrupted; the same command resumes the trial"
         row: dict[str, Any] = {
             "trial": trial.name,
@@ -29,12 +29,12 @@ def trial_rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> lis
         row |= {key: last.get(key) for key in ("figure", "step", "of")}
         row |= {"seconds": None, "why": why, "folder": trial.job.folder, "mlflow_run_id": None}
         if result := result_of(trial):
-            ended = result["ended"]
-            row |= {"state": "stopped" if ended["early"] else "finished", "why": ended["early"] or ""}
-            row |= {"figure": result["metrics"].get(sweep.metric), "step": ended["step"], "of": ended["of"]}
+            end = result["ended"]
+            row |= {"state": "stopped" if end["early"] else "finished", "why": end["early"] or ""}
+            row |= {"figure": result["metrics"].get(sweep.metric), "step": end["step"], "of": end["of"]}
             row |= {key: result[key] for key in ("seconds", "mlflow_run_id")}
-        made.append(row)
-    return made
+        rows.append(row)
+    return rows
 
 
 def result_of(trial: Trial) -> dict[str, Any] | None:
@@ -45,8 +45,8 @@ def result_of(trial: Trial) -> dict[str, Any] | None:
 
 def best_row(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the row with the best value of the metric, or None if no trial has finished or stopped with a value."""
-    left = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
-    return (max if sweep.greater else min)(left, key=lambda row: row["figure"], default=None)
+    ended = [row for row in rows if row["state"] in ("finished", "stopped") and _is_number(row["figure"])]
+    return (max if sweep.greater else min)(ended, key=lambda row: row["figure"], default=None)
 
 
 def table_text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:

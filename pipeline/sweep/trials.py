@@ -1,6 +1,6 @@
 """Runs the trials of a sweep on Ray Tune, as many in parallel as the resources allow.
 
-    with watching(sweep, rungs, keep):                  # prints what the trials report, and calls keep(state) after each change
+    with watch_trials(sweep, rungs, keep):              # prints what the trials report, and calls keep(state) after each change
         run_trials(sweep, handle, places)               # returns when every trial has ended
 
 Tune starts a driver for each trial, and restarts a driver that dies. A trial resumes from its own folder. If the sweep's driver
@@ -52,17 +52,17 @@ def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, s
     os.environ.update(ENVIRONMENT)
     from ray import tune
 
-    waiting = [trial.name for trial in sweep.trials if table.result_of(trial) is None]
-    if not waiting:
+    unfinished = [trial.name for trial in sweep.trials if table.result_of(trial) is None]
+    if not unfinished:
         return {}
-    room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
+    slots = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
         # The trials' drivers reserve no CPUs, so that workers can use all CPUs. The drivers run on the head node, which outlives
         # spot nodes.
         tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
-        param_space={"trial": tune.grid_search(waiting)},
-        tune_config=tune.TuneConfig(max_concurrent_trials=room),
+        param_space={"trial": tune.grid_search(unfinished)},
+        tune_config=tune.TuneConfig(max_concurrent_trials=slots),
         run_config=tune.RunConfig(
             name=TUNE,
             storage_path=sweep.folder,
@@ -71,11 +71,11 @@ def run_trials(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, s
             verbose=0,
         ),
     )
-    count, at_a_time = f"{len(waiting)} of {len(sweep.trials)}", min(room, len(waiting))
+    count, at_a_time = f"{len(unfinished)} of {len(sweep.trials)}", min(slots, len(unfinished))
     print(f"running {count} trials, {at_a_time} at a time", flush=True)
-    ended = tuner.fit()
+    grid = tuner.fit()
     storage.remove(storage.join(sweep.folder, TUNE))
-    return {one.config["trial"]: in_brief(one.error) for one in ended if one.error and one.config}
+    return {trial.config["trial"]: in_brief(trial.error) for trial in grid if trial.error and trial.config}
 
 
 def _silent() -> Any:
@@ -129,21 +129,21 @@ def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]
     import ray
 
     ended, count, printed = threading.Event(), len(sweep.trials), 0
-    started, before = time.monotonic(), count_done(ray.get(rungs.state.remote()))
+    started, done_before = time.monotonic(), count_done(ray.get(rungs.state.remote()))
 
     def look() -> None:
         nonlocal printed
         with contextlib.suppress(ray.exceptions.RayError):  # Ray may shut down before this thread ends
             state = ray.get(rungs.state.remote())
-            if not (new := state["lines"][printed:]):
+            if not (lines := state["lines"][printed:]):
                 return
-            printed += len(new)
-            new[-1] += f"   [{overall_progress(state, count, time.monotonic() - started, before)}]"
+            printed += len(lines)
+            lines[-1] += f"   [{overall_progress(state, count, time.monotonic() - started, done_before)}]"
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end of the sweep, writes sweep.json again
-                new.append(f"warning: sweep.json was not written ({in_brief(error)})")
-            print("\n".join(new), flush=True)
+                lines.append(f"warning: sweep.json was not written ({in_brief(error)})")
+            print("\n".join(lines), flush=True)
 
     def look_until_the_end() -> None:
         while not ended.wait(INTERVAL_S):
@@ -159,25 +159,25 @@ def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]
         thread.join()
 
 
-def overall_progress(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
+def overall_progress(state: dict[str, Any], count: int, seconds: float, done_before: float) -> str:
     """Returns a text with the numbers of ended and running trials, and the remaining time at the speed so far.
 
     Args:
         count: number of all trials.
         seconds: time since this driver started.
-        before: `count_done` when this driver started.
+        done_before: `count_done` when this driver started.
     """
     text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
-    new, left = count_done(state) - before, count - count_done(state)
-    if new > 0 and left > 0:
-        text += f", left {terminal.duration(seconds / new * left)}"
+    done, remaining = count_done(state) - done_before, count - count_done(state)
+    if done > 0 and remaining > 0:
+        text += f", left {terminal.duration(seconds / done * remaining)}"
     return text
 
 
 def count_done(state: dict[str, Any]) -> float:
     """Returns the number of ended trials. A running trial counts as the fraction of its steps that are done."""
     reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
-    shares = {trial: last["step"] / last["of"] for trial, last in reports.items()}
+    shares = {trial: newest["step"] / newest["of"] for trial, newest in reports.items()}
     return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())
 
 
@@ -193,12 +193,12 @@ class Rungs:
     Args:
         metric: the metric that trials are compared by.
         greater: whether a larger value is better.
-        known: the reports that an earlier driver recorded, as `state()["reports"]`.
+        recorded: the reports that an earlier driver recorded, as `state()["reports"]`.
         ended: the trials that ended under the earlier driver.
     """
 
     def __init__(
-        self, metric: str, greater: bool, settings: SweepSettings, known: dict[str, Any], ended: list[str]
+        self, metric: str, greater: bool, settings: SweepSettings, recorded: dict[str, Any], ended: list[str]
     ):
         self.metric, self.factor = metric, settings.reduction_factor
         self.asha: Any = None
@@ -214,9 +214,9 @@ class Rungs:
         self.running: list[str] = []
         self.ended = ended
         self.lines: list[str] = []  # lines that the driver will print
-        for trial, reports in known.items():
-            for one in reports:
-                self._note(trial, one)
+        for trial, reports in recorded.items():
+            for evaluation in reports:
+                self._note(trial, evaluation)
 
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns the reason to stop the trial, or None.
@@ -224,31 +224,31 @@ class Rungs:
         Every worker of a trial reports each evaluation, and a resumed trial may report an evaluation again. All reports of a step
         get the same decision.
         """
-        for known in self.reports.get(trial, []):
-            if known["step"] == step:
-                return known["stop"]
+        for evaluation in self.reports.get(trial, []):
+            if evaluation["step"] == step:
+                return evaluation["stop"]
         stop = self._note(trial, {"step": step, "of": total, "figure": figure, "time": time.time()})
         self.lines.append(f"{trial}  step {step}/{total}  {self.metric} {figure:.4g}")
         self.lines += [f"{trial}  stops: {stop}"] if stop else []
         return stop
 
-    def _note(self, trial: str, report: dict[str, Any]) -> str | None:
+    def _note(self, trial: str, evaluation: dict[str, Any]) -> str | None:
         """Passes an evaluation to ASHA. Returns ASHA's decision, or the decision that an earlier driver recorded."""
         if trial not in self.reports:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
         # Passes every evaluation to ASHA, even if its decision is known, because ASHA compares later evaluations with this one.
-        decision = self._decide(trial, report)
-        report.setdefault("stop", decision)
-        self.reports[trial].append(report)
-        return report["stop"]
+        decision = self._decide(trial, evaluation)
+        evaluation.setdefault("stop", decision)
+        self.reports[trial].append(evaluation)
+        return evaluation["stop"]
 
-    def _decide(self, trial: str, report: dict[str, Any]) -> str | None:
-        if self.asha is None or report["step"] >= report["of"]:  # the trial's last step
+    def _decide(self, trial: str, evaluation: dict[str, Any]) -> str | None:
+        if self.asha is None or evaluation["step"] >= evaluation["of"]:  # the trial's last step
             return None
-        percent = 100 * report["step"] / report["of"]
-        result = {"percent": percent, "figure": report["figure"]}
+        percent = 100 * evaluation["step"] / evaluation["of"]
+        result = {"percent": percent, "figure": evaluation["figure"]}
         if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) != self.asha.STOP:
             return None
         return f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"

@@ -45,9 +45,9 @@ LIBRARIES = (
 
 
 @contextlib.contextmanager
-def print_if_slow(what: str, seconds: float = 2.0) -> Iterator[None]:
-    """Prints `what` if the `with` block takes longer than `seconds`."""
-    timer = threading.Timer(seconds, print, [what], {"flush": True})
+def print_if_slow(message: str, seconds: float = 2.0) -> Iterator[None]:
+    """Prints `message` if the `with` block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, print, [message], {"flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -60,14 +60,14 @@ def print_if_slow(what: str, seconds: float = 2.0) -> Iterator[None]:
 def native_lines_filtered() -> Iterator[None]:
     """Hides NOISE that Ray's C++ code writes to stderr during the `with` block. C++ code does not write through sys.stderr."""
     sys.stderr.flush()
-    terminal = os.dup(2)
-    read, write = os.pipe()
-    os.dup2(write, 2)
-    os.close(write)
+    stderr_copy = os.dup(2)
+    read_end, write_end = os.pipe()
+    os.dup2(write_end, 2)
+    os.close(write_end)
 
     def forward() -> None:
-        with open(read, "rb") as lines, open(terminal, "wb", buffering=0) as shown:
-            shown.writelines(line for line in lines if not any(text.encode() in line for text in NOISE))
+        with open(read_end, "rb") as lines, open(stderr_copy, "wb", buffering=0) as output:
+            output.writelines(line for line in lines if not any(text.encode() in line for text in NOISE))
 
     thread = threading.Thread(target=forward, daemon=True)
     thread.start()
@@ -75,27 +75,27 @@ def native_lines_filtered() -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(terminal, 2)  # closing the pipe ends the thread
+        os.dup2(stderr_copy, 2)  # closing the pipe ends the thread
         thread.join(5.0)  # a child process may keep the pipe open, so the wait is limited
 
 
-def attach_ray_printer(own: Collection[str] = (), sink: Any = None) -> None:
+def attach_ray_printer(names: Collection[str] = (), sink: Any = None) -> None:
     """Replaces the printer of worker logs that ray.init() installed.
 
     Args:
-        own: names of actors or tasks whose lines are shown without the name as a prefix.
+        names: names of actors or tasks whose lines are shown without the name as a prefix.
         sink: a text file that gets the lines, or None for stdout and stderr.
     """
     from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     dispatcher.remove_handler("ray_print_logs")
-    dispatcher.add_handler("ray_print_logs", functools.partial(show_ray_lines, own=own, sink=sink))
+    dispatcher.add_handler("ray_print_logs", functools.partial(show_ray_lines, names=names, sink=sink))
     # Ray prints errors that its control store reports without the dispatcher.
-    worker.print_to_stdstream = lambda data, ignore_prefix: show_ray_lines(data, own, sink)
+    worker.print_to_stdstream = lambda data, ignore_prefix: show_ray_lines(data, names, sink)
 
 
-def show_ray_lines(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
+def show_ray_lines(data: dict[str, Any], names: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. Ray's `data` has the keys lines, is_err, pid, actor_name and task_name."""
     # the autoscaler's complete log, from which Ray selects the lines for users
     if data.get("pid") == "autoscaler":
@@ -103,7 +103,7 @@ def show_ray_lines(data: dict[str, Any], own: Collection[str] = (), sink: Any = 
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
-    prefix = "" if name in own or not name else f"({name}) "
+    prefix = "" if name in names or not name else f"({name}) "
     plain = sink or sys.stdout is not terminal.screen
     for line in data["lines"]:
         mark = line[0] if terminal.marked(line) else ""
@@ -116,8 +116,8 @@ def show_ray_lines(data: dict[str, Any], own: Collection[str] = (), sink: Any = 
 def silence_libraries() -> None:
     """Hides the warnings of LIBRARIES, MLflow, Ray and this package. Errors, and warnings from user code, are still shown."""
     # Python attributes some warnings to the caller, which is `pipeline`.
-    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")
-    warnings.filterwarnings("ignore", module=rf"({'|'.join(blamed)})(\.|$)")
+    packages = (*LIBRARIES, "mlflow", "ray", "pipeline")
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(packages)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

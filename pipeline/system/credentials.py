@@ -49,8 +49,8 @@ def take_forwarded() -> None:
 
 def without_credentials(text: str) -> str:
     """Removes credentials in URIs from a text, and values of environment variables that hold secrets."""
-    for secret, shown in _secrets(tuple(os.environ.items())):
-        text = text.replace(secret, shown)
+    for secret, mask in _secrets(tuple(os.environ.items())):
+        text = text.replace(secret, mask)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
 
 
@@ -82,14 +82,14 @@ def _secrets(environment: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
         if _SECRET_NAME.search(name):
             replacements[value.strip()] = "***"
         elif re.match(r"[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
-            rest = value.partition("://")[2]
-            user, colon, password = rest.rpartition("@")[0].partition(":")
+            authority = value.partition("://")[2]
+            user, colon, password = authority.rpartition("@")[0].partition(":")
             if colon and "/" not in user and not _PORT.match(password):
                 replacements[f"{user}:{password}@"] = ""
                 replacements[password] = replacements[unquote(password)] = "***"
-            elif lone := user_and_password(value)[0]:
-                replacements[lone] = "***"
-    long = (
-        (secret, shown) for secret, shown in replacements.items() if len(secret) >= _MIN_LENGTH or not shown
+            elif token := user_and_password(value)[0]:
+                replacements[token] = "***"
+    pairs = (
+        (secret, mask) for secret, mask in replacements.items() if len(secret) >= _MIN_LENGTH or not mask
     )
-    return sorted(long, key=lambda one: len(one[0]), reverse=True)
+    return sorted(pairs, key=lambda pair: len(pair[0]), reverse=True)

@@ -29,15 +29,15 @@ def import_function(source: str) -> Callable[..., Any]:
     """Returns the function of `python:module:function`. Raises InputError if the function cannot be imported."""
     ref = InputURI.parse(source)
     try:
-        found = pkgutil.resolve_name(f"{ref.name}:{ref.function}")
+        function = pkgutil.resolve_name(f"{ref.name}:{ref.function}")
     except (Exception, SystemExit) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        of_importing = at.filename.startswith(("<frozen", pkgutil.__file__))
-        place = "" if of_importing else f", at {at.filename}:{at.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        in_import = frame.filename.startswith(("<frozen", pkgutil.__file__))
+        place = "" if in_import else f", at {frame.filename}:{frame.lineno}"
         raise InputError(
             f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{place}); correct the name or the module, "
             "or add its folder to PYTHONPATH"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise InputError(f"{source}: is not a function")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Finds the files of models and adapters in a local folder, or on the Hub (`org/name` or `org/name@REVISION`), without torch.
 
 config = base_config("org/base")       # from a folder or a Hub repository; fetched once per machine
-reference = pin("org/name@v1")         # hf://org/name@<commit>
-folder = fetch(reference)              # an adapter's folder in the Hub's cache
+reference = pin_hub("org/name@v1")     # hf://org/name@<commit>
+folder = fetch_adapter(reference)      # an adapter's folder in the Hub's cache
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         return Path(hf_hub_download(name_or_path, filename, revision=revision, **options))
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError) as error:
         if isinstance(error, errors.EntryNotFoundError):
-            away = isinstance(error, errors.LocalEntryNotFoundError)
-            cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+            offline = isinstance(error, errors.LocalEntryNotFoundError)
+            cached = offline and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
             # Offline, the error is the same for a model that is not cached and for a cached model without this file.
-            if not away or (filename != "config.json" and isinstance(cached, str)):
+            if not offline or (filename != "config.json" and isinstance(cached, str)):
                 return None
-        where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
+        name = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
         raise InputError(
-            f"{where} is not a folder here, and cannot be read from the hub ({in_brief(error, 400)}); check the name, set "
+            f"{name} is not a folder here, and cannot be read from the hub ({in_brief(error, 400)}); check the name, set "
             f"HF_TOKEN if it is private or gated, or run `hf download {name_or_path}` on a machine with a network",
             KEY,
         ) from error
@@ -102,20 +102,20 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
         return json_object(path)
 
 
-def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
+def json_object(path: str | Path, advice: str = "fetch or save it again") -> dict[str, Any]:
     """Returns the content of a JSON file. Raises InputError if the content is not a JSON object.
 
     Args:
-        fix: advice at the end of the error message.
+        advice: text at the end of the error message.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
+        raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {advice}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {fix}")
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {advice}")
     return content
 
 
@@ -166,10 +166,10 @@ def split_revision(name: str) -> tuple[str, str | None]:
     """
     if not is_reference(name):
         return name, None
-    found = REFERENCE.fullmatch(name)
-    if found is None:
+    match = REFERENCE.fullmatch(name)
+    if match is None:
         raise InputError(f"found {name!r}, expected {SCHEME}OWNER/NAME or {SCHEME}OWNER/NAME@REVISION")
-    return found["repo"], found["revision"]
+    return match["repo"], match["revision"]
 
 
 def pin_hub(name: str) -> str:
@@ -183,12 +183,12 @@ def pin_hub(name: str) -> str:
             f"{name}: ambiguous: a folder {repo!r} exists here. Use ./{repo} for the folder; for the hub's model, run this in "
             "another directory"
         )
-    found = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
-    if found is None:
+    config_file = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
+    if config_file is None:
         raise InputError(
             f"{name} contains neither {SETTINGS} nor config.json; expected a repository with an adapter or a model"
         )
-    return f"{SCHEME}{repo}@{found.parent.name}"  # the Hub's cache stores files in snapshots/<commit>/
+    return f"{SCHEME}{repo}@{config_file.parent.name}"  # the Hub's cache stores files in snapshots/<commit>/
 
 
 def fetch_adapter(reference: str) -> str:

@@ -59,10 +59,10 @@ class Lease:
 
     def require(self) -> None:
         """Raises LeaseLost if a later attempt owns the folder, or if the folder was deleted."""
-        mine, later = _read(self.file), _file(self.folder, self.attempt + 1)
-        if mine.get("id") == self.id and not mine.get("ended") and not storage.exists(later):
+        own_record, next_file = _read(self.file), _file(self.folder, self.attempt + 1)
+        if own_record.get("id") == self.id and not own_record.get("ended") and not storage.exists(next_file):
             return
-        others = [one for one in (_read(later), mine) if one.get("id", self.id) != self.id]
+        others = [record for record in (_read(next_file), own_record) if record.get("id", self.id) != self.id]
         state = f"belongs to {_who(others[0])}" if others else "was deleted"
         raise LeaseLost(
             f"{self.folder} {state}; this process, attempt {self.attempt}, stops and writes nothing more to this folder"
@@ -93,13 +93,13 @@ def held(folder: str) -> Iterator[Lease]:
     Raises InputError if a running process holds the lease.
     """
     lease, record, handle = _acquire(folder)
-    ended = threading.Event()
-    renewal = threading.Thread(target=_renew, args=(lease, record, ended), name="lease", daemon=True)
+    stopped = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(lease, record, stopped), name="lease", daemon=True)
     renewal.start()
     try:
         yield lease
     finally:
-        ended.set()
+        stopped.set()
         renewal.join(SECONDS)
         # An error here, such as a full disk, must not replace an error from the `with` block
         with contextlib.suppress(Exception):
@@ -114,55 +114,55 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
     while True:
         names = storage.names(storage.join(folder, FOLDER))
         last = max((int(name[:6]) for name in names if re.fullmatch(r"\d{6}\.json", name)), default=0)
-        before = _read(_file(folder, last))
-        if last and not before.get("ended"):
-            _wait_until_expired(folder, _file(folder, last), before)
+        previous = _read(_file(folder, last))
+        if last and not previous.get("ended"):
+            _wait_until_expired(folder, _file(folder, last), previous)
         lease = Lease(folder, last + 1, uuid.uuid4().hex)
         handle = hold(lease)
         record = {"attempt": lease.attempt, "id": lease.id, "host": socket.gethostname(), "pid": os.getpid()}
         record |= {"since": _time(), "seconds": SECONDS, "cluster": bool(os.environ.get("RAY_ADDRESS"))}
         # If a request gets no response, the bucket's client retries it, and may then find that its first request succeeded.
         if storage.create(lease.file, record | _expiry()) or _read(lease.file).get("id") == lease.id:
-            if last and not before.get("ended"):
-                taken = f"{_time()}: taken over by attempt {lease.attempt}"
-                storage.write_json(_file(folder, last), before | {"ended": taken})
+            if last and not previous.get("ended"):
+                note = f"{_time()}: taken over by attempt {lease.attempt}"
+                storage.write_json(_file(folder, last), previous | {"ended": note})
             return lease, record, handle
         os.close(handle)  # another process has created the same lease file
 
 
-def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
-    """Waits until the lease in `file`, which contained `left`, expires. Raises InputError if a process still holds the lease."""
+def _wait_until_expired(folder: str, file: str, entry: dict[str, Any]) -> None:
+    """Waits until the lease in `file`, which contained `entry`, expires. Raises InputError if a process still holds the lease."""
     import psutil
 
-    path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
-    if os.path.exists(path) and not left.get("cluster"):  # all processes of the attempt ran on this machine
-        if not psutil.pid_exists(left["pid"]):
-            running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
-        what = "the workers of a killed process to exit"
-        with contextlib.suppress(TimeoutError), storage.locked(path, what, patience):
+    path, holder, patience = storage.scratch("runs", str(entry.get("id")), HELD), "another process is", 0.0
+    if os.path.exists(path) and not entry.get("cluster"):  # all processes of the attempt ran on this machine
+        if not psutil.pid_exists(entry["pid"]):
+            holder, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
+        event = "the workers of a killed process to exit"
+        with contextlib.suppress(TimeoutError), storage.locked(path, event, patience):
             return
-    elif _expires(file, left):
+    elif _expires(file, entry):
         return
     raise InputError(
-        f"{running} running {folder} right now ({_who(left)}); wait, end the process, or set another run.name",
+        f"{holder} running {folder} right now ({_who(entry)}); wait, end the process, or set another run.name",
         "run.name",
     )
 
 
-def _expires(file: str, left: dict[str, Any]) -> bool:
+def _expires(file: str, last: dict[str, Any]) -> bool:
     """Watches a lease for its duration. Returns True if the lease expires or ends, or False if a process renews it."""
-    seconds = left.get("seconds", SECONDS)
-    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write to its folder")
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    seconds = last.get("seconds", SECONDS)
+    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(last)} may still write to its folder")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         time.sleep(POLL_S)
-        if (now := _read(file)) != left:
-            return bool(now.get("ended"))
+        if (current := _read(file)) != last:
+            return bool(current.get("ended"))
     return True
 
 
-def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None:
-    while not ended.wait(SECONDS / 4):
+def _renew(lease: Lease, record: dict[str, Any], stopped: threading.Event) -> None:
+    while not stopped.wait(SECONDS / 4):
         try:
             lease.require()
             storage.write_json(lease.file, record | _expiry())
@@ -195,5 +195,5 @@ def _expiry() -> dict[str, str]:
     return {"renewed": _time(), "expires": _time(SECONDS)}
 
 
-def _time(later: float = 0.0) -> str:
-    return (datetime.now(UTC) + timedelta(seconds=later)).isoformat(timespec="milliseconds")
+def _time(offset: float = 0.0) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=offset)).isoformat(timespec="milliseconds")

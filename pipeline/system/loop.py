@@ -15,9 +15,9 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     task = loop.create_task(coroutine)
     try:
         with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(loop.run_until_complete, task)
+            future = pool.submit(loop.run_until_complete, task)
             try:
-                return done.result()
+                return future.result()
             except BaseException:
                 loop.call_soon_threadsafe(task.cancel)
                 raise

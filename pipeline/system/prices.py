@@ -26,22 +26,22 @@ class Prices:
 
 
 def own_file() -> Path:
-    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(os.environ.get("RLHF_PRICES") or os.path.join(home, "rlhf-pipeline", "prices.yaml"))
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(os.environ.get("RLHF_PRICES") or os.path.join(folder, "rlhf-pipeline", "prices.yaml"))
 
 
 @functools.cache
 def read_prices() -> Prices:
     """Returns the prices of prices.yaml, updated with the user's price file. Raises InputError if the user's file is invalid."""
     prices = yaml.safe_load(Path(__file__).with_name("prices.yaml").read_text(encoding="utf-8"))
-    file, known = own_file(), {*prices}
+    file, keys = own_file(), {*prices}
     try:
         if file.exists() or "RLHF_PRICES" in os.environ:
-            own = yaml.safe_load(file.read_text(encoding="utf-8"))
+            overrides = yaml.safe_load(file.read_text(encoding="utf-8"))
             for table in ("gpus", "instances"):
-                own[table] = prices[table] | (own.get(table) or {})
-            prices |= own
-        if unknown := prices.keys() - known:
+                overrides[table] = prices[table] | (overrides.get(table) or {})
+            prices |= overrides
+        if unknown := prices.keys() - keys:
             raise ValueError(f"unknown key {', '.join(unknown)}")
         gpus, instances = (
             {str(name): float(dollars) for name, dollars in prices[table].items()}
@@ -64,11 +64,11 @@ def cost_of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str,
         local: whether the run was on this machine. If the price of this machine is known, it replaces the prices of the GPUs.
     """
     prices, hours, dollars = read_prices(), seconds / 3600, None
-    each = prices.of(usage["gpu"]) if usage["gpus"] else None
+    price = prices.of(usage["gpu"]) if usage["gpus"] else None
     if local and prices.machine is not None:
         dollars = hours * prices.machine
-    elif each is not None:
-        dollars = hours * usage["gpus"] * each
+    elif price is not None:
+        dollars = hours * usage["gpus"] * price
     completions, per_1000 = usage.get("completions"), None
     if completions and dollars is not None:
         per_1000 = round(1000 * dollars / completions, 4)

@@ -57,12 +57,12 @@ def run_main(main: Callable[[], int]) -> int:
 
 def _forbid(name: str) -> None:
     """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children are exempt."""
-    real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
+    original, pid, library_file = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
 
     def end(*arguments: Any) -> Any:
-        if os.getpid() != command:
-            return real(*arguments)
-        caller = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library][-1]
+        if os.getpid() != pid:
+            return original(*arguments)
+        caller = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library_file][-1]
         raise Failure(f"{caller.filename}:{caller.lineno} called os.{name}, which no run may do")
 
     setattr(os, name, end)
@@ -96,23 +96,23 @@ def listen(handler: Callable[..., Any] = _on_signal) -> None:
             signal.signal(number, handler)
 
 
-def _deliver_again(swallowed: Any) -> None:
+def _deliver_again(unraisable: Any) -> None:
     """Sends a signal again if its exception was raised in a __del__ or a weakref callback, where Python ignores exceptions."""
-    if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
+    if issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
         resume()
         threading.Timer(0.1, os.kill, (os.getpid(), received or signal.SIGINT)).start()
     else:
-        sys.__unraisablehook__(swallowed)
+        sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignores SIGNALS during the `with` block, which should take only seconds."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if _is_main_thread()}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if _is_main_thread()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 

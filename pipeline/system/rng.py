@@ -13,8 +13,8 @@ import torch
 
 def rng_state() -> dict[str, Any]:
     """Returns the states of the global generators. Includes only the current GPU, because other GPUs belong to other workers."""
-    numpy: Any = np.random.get_state()
-    kind, keys, *rest = numpy
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
     return {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),

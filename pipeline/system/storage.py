@@ -48,14 +48,16 @@ def private(parent: str, name: str, variable: str) -> str:
     folder = os.path.join(parent, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        found = os.stat(folder)
-        if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # owners of a link and of its target
+        status = os.stat(folder)
+        if {os.lstat(folder).st_uid, status.st_uid} != {os.getuid()}:  # owners of a link and of its target
             raise OSError(None, "the folder belongs to another user")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             os.chmod(folder, 0o700)
     except OSError as error:
-        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER with a folder that you own"
-        raise InputError(why, variable) from error
+        problem = (
+            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER with a folder that you own"
+        )
+        raise InputError(problem, variable) from error
     return folder
 
 
@@ -167,8 +169,8 @@ def _create_in_gcs(bucket: str, key: str, content: bytes) -> bool:
     from google.cloud import storage as gcs
 
     try:
-        there = gcs.Client(project=None).bucket(bucket.rpartition("@")[2])  # gs://anonymous@BUCKET
-        there.blob(key).upload_from_string(content, if_generation_match=0)
+        gcs_bucket = gcs.Client(project=None).bucket(bucket.rpartition("@")[2])  # gs://anonymous@BUCKET
+        gcs_bucket.blob(key).upload_from_string(content, if_generation_match=0)
     except PreconditionFailed:
         return False
     return True
@@ -210,11 +212,11 @@ def appended(path: str) -> Iterator[Any]:
         with open(filesystem(path)[1], "a", buffering=1, encoding="utf-8") as file:
             yield file
         return
-    before, added = list(read_lines(path)) if exists(path) else [], io.StringIO()
+    lines, buffer = list(read_lines(path)) if exists(path) else [], io.StringIO()
     try:
-        yield added
+        yield buffer
     finally:
-        write_lines(path, [*before, *added.getvalue().splitlines()])
+        write_lines(path, [*lines, *buffer.getvalue().splitlines()])
 
 
 def read_lines(path: str) -> Iterator[str]:
@@ -240,9 +242,9 @@ def store_folder(folder: str, path: str) -> None:
     """Copies the files of `folder` into the folder `path`. Both folders may be local or in a bucket."""
     import pyarrow.fs as pafs
 
-    (source, inner), (sink, copy) = filesystem(folder), filesystem(path)
-    sink.create_dir(copy, recursive=True)
-    pafs.copy_files(inner, copy, source_filesystem=source, destination_filesystem=sink)
+    (source, inner), (sink, target) = filesystem(folder), filesystem(path)
+    sink.create_dir(target, recursive=True)
+    pafs.copy_files(inner, target, source_filesystem=source, destination_filesystem=sink)
 
 
 def remove(path: str) -> None:
@@ -279,11 +281,11 @@ def move(path: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
+def locked(path: str, event: str, seconds: float = 120.0) -> Iterator[None]:
     """Locks a file during the `with` block. Raises TimeoutError if another process on this machine holds the lock for `seconds`.
 
     Args:
-        what: text for messages that says what this process waits for.
+        event: text for messages that says what this process waits for.
     """
     with open(path, "ab") as file:
         for attempt in range(int(seconds / LOCK_POLL_S) + 1):
@@ -291,10 +293,10 @@ def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             if attempt == int(1 / LOCK_POLL_S):
-                print(f"waiting for {what}", flush=True)
+                print(f"waiting for {event}", flush=True)
             time.sleep(LOCK_POLL_S)
         else:
-            raise TimeoutError(f"waited {seconds:.0f} s for {what}: {path} is locked")
+            raise TimeoutError(f"waited {seconds:.0f} s for {event}: {path} is locked")
         yield
 
 
@@ -312,8 +314,8 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
         remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise their own types of exceptions
         advice = f"set a folder or bucket that this user may write to, such as {key}={example}"
-        why = without_credentials(f"{path!r} cannot be written ({error})")
-        raise InputError(f"{key}: {why}; {advice}") from error
+        problem = without_credentials(f"{path!r} cannot be written ({error})")
+        raise InputError(f"{key}: {problem}; {advice}") from error
 
 
 def probe_in(folder: str) -> str:

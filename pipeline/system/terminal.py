@@ -1,9 +1,9 @@
 """Decides which lines a command shows on the terminal, and which go to the log of its run.
 
-say("registered rlhf-sft v1")          is shown; with -q only if it is part of the result
-live("train  16/48 steps", left=6.0)   rewrites one line; if stdout is no terminal, prints a line every INTERVAL_S
-print("loading the model")             is a detail: if the run has a log, it goes only there, unless -v is set
-print("warning: ...")                  is shown, except with -q
+say("registered rlhf-sft v1")            is shown; with -q only if it is part of the result
+show_progress("train  16/48", left=6.0)  rewrites one line; if stdout is no terminal, prints a line every INTERVAL_S
+print("loading the model")               is a detail: if the run has a log, it goes only there, unless -v is set
+print("warning: ...")                    is shown, except with -q
 
 `say` and `show_progress` put a marker character in front of each line, because the driver gets the lines of Ray workers as plain
 text. A process that is not a command (a notebook, a test) shows all lines except live ones.
@@ -102,9 +102,9 @@ class Output:
             self.stream.write(text)
             self.stream.flush()
         except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.stream.fileno())
+            os.close(devnull)
             if self is sys.stdout and not isinstance(error, BrokenPipeError):
                 print(f"warning: cannot write to stdout any more: {error.strerror}", file=sys.stderr)
 
@@ -122,7 +122,7 @@ class Screen(Output):
         self.level = NORMAL
         self.lock = threading.RLock()
         self.log: Any = None
-        self.begun = threading.local()  # for each thread, its text since its last newline
+        self.pending = threading.local()  # for each thread, its text since its last newline
         self.row = False  # whether the terminal's last line is a progress line, which the next line replaces
         self.listing = False  # whether the next indented lines belong to a shown line that ended with a colon
         self.progress = ""  # a progress line that stays on the terminal if another line follows
@@ -130,13 +130,13 @@ class Screen(Output):
         self.following = 0.0  # estimated seconds for the stages after this one
 
     def write(self, text: str) -> int:
-        begun = getattr(self.begun, "text", "") + text
-        self.begun.text = ""
+        pending = getattr(self.pending, "text", "") + text
+        self.pending.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # without a log, shows incomplete lines immediately
-                self.show(begun, end="")
+            if self.log is None and not marked(pending):  # without a log, shows incomplete lines immediately
+                self.show(pending, end="")
             else:
-                *lines, self.begun.text = begun.split("\n")
+                *lines, self.pending.text = pending.split("\n")
                 for line in lines:
                     self._line(line)
         return len(text)
@@ -155,16 +155,16 @@ class Screen(Output):
         elif self.level == NORMAL and text:
             self._rewrite(text)
 
-    def _progress(self, left: str, text: str, more: str) -> None:
+    def _progress(self, seconds_left: str, text: str, suffix: str) -> None:
         if self.level != NORMAL or not self.log:
             return
-        if seconds := float(left or 0):
+        if seconds := float(seconds_left or 0):
             text += f"  {duration(seconds)} left"
             if self.following:
                 text += f", {duration(seconds + self.following)} for all stages"
-        if more:
-            text += f"  {more}"
-        if left:
+        if suffix:
+            text += f"  {suffix}"
+        if seconds_left:
             self.progress = text
         if not self._rewrite(text) and time.monotonic() - self.last >= INTERVAL_S:
             self.progress = ""
@@ -204,8 +204,8 @@ class Screen(Output):
 
 def fit_line(text: str) -> str:
     """Truncates a line at a double space, which separates its fields, so that the line and an echoed ^C fit the terminal."""
-    cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
-    return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
+    visible = text[: shutil.get_terminal_size().columns - len("^C") - 1]
+    return visible if visible == text else visible.rpartition("  ")[0].rstrip() or visible
 
 
 screen = Screen(sys.stdout)
@@ -214,7 +214,7 @@ screen = Screen(sys.stdout)
 def wrap_streams() -> None:
     """Replaces sys.stdout by a Screen, and sys.stderr by an Output."""
     # sys.stdout is None if a shell started this process with `>&-`.
-    sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
+    sys.stdout, sys.stderr = (file or open(os.devnull, "w") for file in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # e.g. stdout is not UTF-8
     screen.stream = sys.stdout
@@ -231,14 +231,14 @@ def output_logged() -> Iterator[Callable[[str], None]]:
         yield lambda folder: None
         return
     with contextlib.ExitStack() as stack:
-        screen.log = early = io.StringIO()
+        screen.log = buffer = io.StringIO()
         stack.callback(setattr, screen, "log", None)
 
         def into(folder: str) -> None:
             file = stack.enter_context(storage.appended(storage.join(folder, run_folder.LOG)))
             stack.callback(setattr, screen, "log", None)
             with screen.lock:
-                file.write(early.getvalue())
+                file.write(buffer.getvalue())
                 screen.log = file
 
         try:

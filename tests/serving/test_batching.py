@@ -97,7 +97,7 @@ def test_rows_and_calls_get_an_error_if_the_batcher_has_ended(batcher):
 
     def fail(rows):
         disconnected.cancel()
-        writer.requested += [(lambda: None, future) for future in (disconnected, call)]
+        writer.calls += [(lambda: None, future) for future in (disconnected, call)]
         raise RuntimeError("the engine is dead")
 
     def reset():

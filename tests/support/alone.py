@@ -47,8 +47,8 @@ class Alone(ModelHost):
     def rows(self, name):
         return self.sets.get(name)
 
-    def gather(self, mine):
-        return [mine]
+    def gather(self, value):
+        return [value]
 
     def log(self, metrics, step, total):
         self.lines.append((step, metrics))
@@ -63,10 +63,10 @@ class Alone(ModelHost):
         if save is not None:
             save(adapter)
             parents = {name: version for name, version in self.work.versions.items() if name == "policy"}
-            described = lineage.describe(
+            record = lineage.describe(
                 self.work.identity.stage, self.work.base, self.tokenizer, parents, {}, **outcome.lineage
             )
-            lineage.write(adapter, described)
+            lineage.write(adapter, record)
             require_reload(outputs(None), outputs(adapter), adapter)
         return {"metrics": outcome.metrics, "adapter": adapter, "samples": outcome.samples}
 
@@ -74,19 +74,19 @@ class Alone(ModelHost):
 def worker(stage, folder, *settings, inputs=MappingProxyType({})):
     """Returns a worker of `stage` with the first ROWS rows of each demo file, tokenized."""
     os.chdir(ROOT)
-    out = Path(tempfile.mkdtemp(dir=folder))
+    path = Path(tempfile.mkdtemp(dir=folder))
     job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
-    rows, model = out / f"{stage}.jsonl", job.model
+    rows, model = path / f"{stage}.jsonl", job.model
     rows.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
     data = replace(job.data, train=str(rows), eval=None, overlong="truncate")
     tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
     packing = bool(job.trainer.get("packing"))
-    made = prepare_rows(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
-    sets = {"train": to_hf(made.train, made.fingerprints["train"])}
-    given = {name: Input(at, "function") for name, at in inputs.items() if at.startswith("python:")}
-    given |= {n: Input(at, "adapter", at, lineage.read(at, n)) for n, at in inputs.items() if n not in given}
-    work = work_of(job, tokenizer, base_identity(model.name_or_path), inputs=given)
-    return Alone(work, sets, out)
+    prepared = prepare_rows(stage, data, tokenizer, 256, str(path / "cache"), packing, contextlib.nullcontext)
+    sets = {"train": to_hf(prepared.train, prepared.fingerprints["train"])}
+    ready = {name: Input(v, "function") for name, v in inputs.items() if v.startswith("python:")}
+    ready |= {n: Input(v, "adapter", v, lineage.read(v, n)) for n, v in inputs.items() if n not in ready}
+    work = work_of(job, tokenizer, base_identity(model.name_or_path), inputs=ready)
+    return Alone(work, sets, path)
 
 
 def train(stage, folder, *settings, inputs=MappingProxyType({})):

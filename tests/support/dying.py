@@ -15,25 +15,25 @@ def train_of(stage: str) -> Any:
     return importlib.import_module(f"pipeline.stages.{stage}").train
 
 
-def at_step(stage: str, step: int | None, once: str, happens: Callable[[], None]) -> Any:
-    """Returns the stage's `train`, changed so that it calls `happens()` after `step`.
+def at_step(stage: str, step: int | None, once: str, fault: Callable[[], None]) -> Any:
+    """Returns the stage's `train`, changed so that it calls `fault()` after `step`.
 
     Args:
-        step: If `step` is None, `happens()` is called after the last step, before the adapter is saved.
-        once: file that records the call, so that a restarted stage does not call `happens()` again.
+        step: If `step` is None, `fault()` is called after the last step, before the adapter is saved.
+        once: file that records the call, so that a restarted stage does not call `fault()` again.
     """
 
     def touched(worker: Any) -> Any:
         poll, finish = worker.notice.poll, worker.finish
 
-        def reached(at: int | None) -> None:
-            if at == step and worker.rank == 0 and not os.path.exists(once):
+        def reached(current: int | None) -> None:
+            if current == step and worker.rank == 0 and not os.path.exists(once):
                 with open(once, "x", encoding="utf-8"):
                     pass
-                happens()
+                fault()
 
-        worker.notice.poll = lambda at: (reached(at), poll(at))[1]
-        worker.finish = lambda *args, **more: (reached(None), finish(*args, **more))[1]
+        worker.notice.poll = lambda current: (reached(current), poll(current))[1]
+        worker.finish = lambda *args, **options: (reached(None), finish(*args, **options))[1]
         return train_of(stage)(worker)
 
     return touched
@@ -63,9 +63,9 @@ def swap(folder: str) -> None:
 
 def rollout_workers() -> list[psutil.Process]:
     """Returns the processes of rollout workers on this node."""
-    here = psutil.Process()
-    above = here.parent() if here.name().startswith("ray::") else here
-    return [one for one in above.children(recursive=True) if one.name().startswith("ray::RolloutWork")]
+    process = psutil.Process()
+    parent = process.parent() if process.name().startswith("ray::") else process
+    return [child for child in parent.children(recursive=True) if child.name().startswith("ray::RolloutWork")]
 
 
 def has_loaded(rollout_worker: psutil.Process) -> bool:
@@ -74,8 +74,8 @@ def has_loaded(rollout_worker: psutil.Process) -> bool:
 
 
 def a_rollout_worker_killed_and_one_stopped() -> None:
-    give_up = time.monotonic() + 120
-    while len(workers := [*filter(has_loaded, rollout_workers())]) < 2 and time.monotonic() < give_up:
+    deadline = time.monotonic() + 120
+    while len(workers := [*filter(has_loaded, rollout_workers())]) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     for process, action in zip(workers, (signal.SIGKILL, signal.SIGSTOP), strict=True):
         process.send_signal(action)

@@ -9,8 +9,8 @@ import pytest
 def install(folder, *packages):
     """Makes an environment in `folder` with the given packages. Returns its bin. Skips the test if there is no package index."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-    pip = [folder / "bin/pip", "install", "-q", "--retries", "1", *packages]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=570)
-    if done.returncode:
-        pytest.skip(f"{', '.join(packages)} cannot be installed here: {done.stderr.strip()[-300:]}")
+    command = [folder / "bin/pip", "install", "-q", "--retries", "1", *packages]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=570)
+    if result.returncode:
+        pytest.skip(f"{', '.join(packages)} cannot be installed here: {result.stderr.strip()[-300:]}")
     return folder / "bin"

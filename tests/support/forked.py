@@ -15,7 +15,7 @@ start_processes(work, args, nprocs=processes, start_method="fork")
 
 def in_processes(work, *args, processes=2):
     """Calls work(rank, *args) in separate processes. Returns the (stdout, stderr) of all processes together."""
-    given = pickle.dumps(sys.path) + pickle.dumps((work, args, processes))
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    return done.stdout.decode(), done.stderr.decode()
+    payload = pickle.dumps(sys.path) + pickle.dumps((work, args, processes))
+    result = subprocess.run([sys.executable, "-c", PROGRAM], input=payload, capture_output=True, timeout=300)
+    assert result.returncode == 0, result.stderr.decode()[-3000:]
+    return result.stdout.decode(), result.stderr.decode()

@@ -17,8 +17,8 @@ class Bucket(Handler):
     protocol_version = "HTTP/1.1"
 
     def facts(self, name):
-        content, generation, at, metadata = self.server.objects[name]
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(at))
+        content, generation, seconds, metadata = self.server.objects[name]
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
         return {
             "kind": "storage#object", "name": name, "bucket": "bucket", "size": str(len(content)), "generation": str(generation),
             "metageneration": "1", "updated": stamp, "timeCreated": stamp, "storageClass": "STANDARD", "id": f"bucket/{name}",
@@ -29,14 +29,14 @@ class Bucket(Handler):
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send(status, body, "application/json", **headers)
 
-    def missing(self, status=404, why="notFound"):
-        self.answer({"error": {"code": status, "message": why, "errors": [{"reason": why}]}}, status)
+    def missing(self, status=404, reason="notFound"):
+        self.answer({"error": {"code": status, "message": reason, "errors": [{"reason": reason}]}}, status)
 
     def store(self, name, content, query, metadata=None):
         # the lock lets no other request write between the check of the condition and the write
         with self.server.lock:
-            there = self.server.objects.get(name, (b"", 0))[1]
-            if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != there:
+            current = self.server.objects.get(name, (b"", 0))[1]
+            if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != current:
                 self.missing(412, "conditionNotMet")
                 return
             self.server.generation += 1
@@ -55,15 +55,15 @@ class Bucket(Handler):
         body = self.body()
         if query.get("uploadType") == "multipart":
             kind = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
-            about, content = message_from_bytes(kind + body).get_payload()
-            about = json.loads(about.get_payload())
-            named = query.get("name") or about["name"]
-            self.store(named, content.get_payload(decode=True), query, about.get("metadata"))
+            info, content = message_from_bytes(kind + body).get_payload()
+            info = json.loads(info.get_payload())
+            name = query.get("name") or info["name"]
+            self.store(name, content.get_payload(decode=True), query, info.get("metadata"))
         elif query.get("uploadType") == "resumable":
-            named = query.get("name") or json.loads(body)["name"]
-            at = f"{self.server.address}/upload/storage/v1/b/bucket/o?name={named}&upload_id=1"
-            self.server.uploads[named] = b""
-            self.answer({}, Location=at)
+            name = query.get("name") or json.loads(body)["name"]
+            location = f"{self.server.address}/upload/storage/v1/b/bucket/o?name={name}&upload_id=1"
+            self.server.uploads[name] = b""
+            self.answer({}, Location=location)
         else:
             self.store(query["name"], body, query)
 
@@ -84,13 +84,13 @@ class Bucket(Handler):
                 self.answer({"kind": "storage#bucket", "name": "bucket", "location": "US"})
                 return
             prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
-            found = sorted(one for one in self.server.objects if one.startswith(prefix))
-            deeper = {one for one in found if delimiter and delimiter in one[len(prefix) :]}
-            prefixes = {prefix + one[len(prefix) :].split("/")[0] + "/" for one in deeper}
-            last = deeper - {
-                one for one in deeper if one[len(prefix) :].count("/") == 1 and one.endswith("/")
+            keys = sorted(key for key in self.server.objects if key.startswith(prefix))
+            nested = {key for key in keys if delimiter and delimiter in key[len(prefix) :]}
+            prefixes = {prefix + key[len(prefix) :].split("/")[0] + "/" for key in nested}
+            markers = nested - {
+                key for key in nested if key[len(prefix) :].count("/") == 1 and key.endswith("/")
             }
-            items = [self.facts(one) for one in found if one not in last]  # includeTrailingDelimiter
+            items = [self.facts(key) for key in keys if key not in markers]  # includeTrailingDelimiter
             self.answer({"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)})
         elif name not in self.server.objects:
             self.missing()

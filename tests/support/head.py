@@ -72,7 +72,7 @@ class Proxy:
     """A proxy to a Ray head. `cut` closes the proxy's connections. The proxy refuses new connections until `mend` is called."""
 
     def __init__(self, port: int):
-        self.target, self.open, self.broken = port, [], False
+        self.target, self.connections, self.broken = port, [], False
         self.server = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.server.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -80,15 +80,15 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             try:
-                here, _ = self.server.accept()
+                client, _ = self.server.accept()
             except OSError:
                 return
             if self.broken:
-                here.close()
+                client.close()
                 continue
-            there = socket.create_connection(("127.0.0.1", self.target))
-            self.open += [here, there]
-            for source, sink in ((here, there), (there, here)):
+            upstream = socket.create_connection(("127.0.0.1", self.target))
+            self.connections += [client, upstream]
+            for source, sink in ((client, upstream), (upstream, client)):
                 threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
 
     def _copy(self, source: socket.socket, sink: socket.socket) -> None:
@@ -97,15 +97,15 @@ class Proxy:
                 sink.sendall(data)
         except OSError:
             pass
-        for one in (source, sink):
+        for connection in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         self.broken = True
-        for one in self.open:
+        for connection in self.connections:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def mend(self) -> None:
         self.broken = False

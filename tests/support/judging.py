@@ -19,8 +19,8 @@ def liking(text):
     return 1 + int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10
 
 
-def answer_score(asked):
-    return f"It is fine.\nScore: {liking(asked['messages'][-1]['content'])}"
+def answer_score(request):
+    return f"It is fine.\nScore: {liking(request['messages'][-1]['content'])}"
 
 
 def chat(text, model=MODEL, top=None, tokens=(100, 10)):
@@ -34,9 +34,9 @@ class Judging(Handler):
     """Applies the next fault in `server.faults` to each request. When no fault is left, the server answers requests."""
 
     def do_POST(self):
-        server, asked = self.server, json.loads(self.body())
+        server, request = self.server, json.loads(self.body())
         with server.lock:
-            server.requests.append((dict(self.headers), asked))
+            server.requests.append((dict(self.headers), request))
             fault = server.faults.pop(0) if server.faults else None
         if fault == "hangs":
             server.never.wait(60)
@@ -56,24 +56,24 @@ class Judging(Handler):
             return
         if server.delay:
             time.sleep(server.delay)
-        said = server.answer(asked)
-        said = said if isinstance(said, dict) else chat(said)
+        reply = server.answer(request)
+        reply = reply if isinstance(reply, dict) else chat(reply)
         if fault == "nonsense":
-            said = chat("I cannot say.")
+            reply = chat("I cannot say.")
         elif fault == "other model":
-            said["model"] = "cheap"
-        self.send(200, json.dumps(said).encode(), "application/json")
+            reply["model"] = "cheap"
+        self.send(200, json.dumps(reply).encode(), "application/json")
         if fault is None:
             with server.lock:
-                server.paid[json.dumps(asked, sort_keys=True)] += 1
+                server.paid[json.dumps(request, sort_keys=True)] += 1
 
 
 @contextlib.contextmanager
 def judging(answer=answer_score, faults=(), delay=0.0):
-    facts = dict(
+    state = dict(
         answer=answer, faults=list(faults), delay=delay, requests=[], paid=Counter(), lock=threading.Lock()
     )
-    with listening(Judging, never=threading.Event(), **facts) as server:
+    with listening(Judging, never=threading.Event(), **state) as server:
         try:
             yield server
         finally:

@@ -29,11 +29,11 @@ class ModelHub:
 
     def put(self, repo, files, private=False, gated=False, branch="main"):
         """Commits the files {path: bytes} to a branch. Returns the id of the commit."""
-        new = {"private": private, "gated": gated, "branches": {}, "commits": {}}
-        kept = self.repos.setdefault(repo, new)
-        content = repr((kept["branches"].get(branch), sorted(files.items())))
+        empty = {"private": private, "gated": gated, "branches": {}, "commits": {}}
+        entry = self.repos.setdefault(repo, empty)
+        content = repr((entry["branches"].get(branch), sorted(files.items())))
         commit = hashlib.sha1(content.encode()).hexdigest()
-        kept["branches"][branch], kept["commits"][commit] = commit, dict(files)
+        entry["branches"][branch], entry["commits"][commit] = commit, dict(files)
         return commit
 
     def files(self, repo, branch="main"):
@@ -61,16 +61,16 @@ class Handler(servers.Handler):
     def answer(self):
         hub, path = self.hub, unquote(urlparse(self.path).path)
         body = self.body()
-        sent = self.headers.get("Authorization")
-        hub.requests.append((self.command, path, sent))
+        authorization = self.headers.get("Authorization")
+        hub.requests.append((self.command, path, authorization))
         if self.command in ("POST", "PUT") and hub.broken_after is not None:
             hub.broken_after -= 1
             if hub.broken_after < 0:
                 self.send(507, {"error": "no space left"})  # clients do not retry a request after status 507
                 return
-        known = {f"Bearer {TOKEN}": "owner", f"Bearer {READER}": "reader"}
-        user = known.get(sent)
-        if sent and user is None and not path.startswith("/lfs/"):
+        users = {f"Bearer {TOKEN}": "owner", f"Bearer {READER}": "reader"}
+        user = users.get(authorization)
+        if authorization and user is None and not path.startswith("/lfs/"):
             self.send(401, {"error": "Invalid credentials"})
         elif path == "/":
             self.send(200)
@@ -85,10 +85,10 @@ class Handler(servers.Handler):
             self.send(200)
         elif path.endswith(".git/info/lfs/objects/batch"):
             self.lfs_batch(json.loads(body))
-        elif found := re.fullmatch(rf"/api/(?:models/)?{REPO}(?:/(\w[\w-]*)(?:/(.*))?)?", path):
-            self.repository(found[1], found[2], found[3], body, user)
-        elif found := re.fullmatch(rf"/{REPO}/resolve/([^/]+)/(.+)", path):
-            self.file(found[1], found[2], found[3], user)
+        elif match := re.fullmatch(rf"/api/(?:models/)?{REPO}(?:/(\w[\w-]*)(?:/(.*))?)?", path):
+            self.repository(match[1], match[2], match[3], body, user)
+        elif match := re.fullmatch(rf"/{REPO}/resolve/([^/]+)/(.+)", path):
+            self.file(match[1], match[2], match[3], user)
         else:
             self.send(404, {"error": path})
 
@@ -104,58 +104,58 @@ class Handler(servers.Handler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def create(self, asked, user):
-        name = f"{asked.get('organization') or user}/{asked['name']}"
+    def create(self, request, user):
+        name = f"{request.get('organization') or user}/{request['name']}"
         if user != "owner" or name.startswith("others/"):
             self.send(403, {"error": "You don't have the rights to create a model under this namespace"})
         else:
-            there, files = name in self.hub.repos, {".gitattributes": b"*.safetensors lfs\n"}
-            if not there:
-                self.hub.put(name, files, private=asked.get("visibility") == "private")
-            self.send(409 if there else 200, {"error": "", "url": f"{self.hub.address}/{name}"})
+            exists, files = name in self.hub.repos, {".gitattributes": b"*.safetensors lfs\n"}
+            if not exists:
+                self.hub.put(name, files, private=request.get("visibility") == "private")
+            self.send(409 if exists else 200, {"error": "", "url": f"{self.hub.address}/{name}"})
 
     def found(self, repo, revision, user):
         """Returns (repository, commit), or sends an error and returns None."""
-        kept = self.hub.repos.get(repo)
-        if kept is None or (kept["private"] and user is None):
+        entry = self.hub.repos.get(repo)
+        if entry is None or (entry["private"] and user is None):
             self.refuse(404 if user else 401, "RepoNotFound")
             return None
-        if kept["gated"] and user != "owner":
+        if entry["gated"] and user != "owner":
             self.refuse(403 if user else 401, "GatedRepo")
             return None
-        commit = kept["branches"].get(revision, revision)
-        if commit not in kept["commits"]:
+        commit = entry["branches"].get(revision, revision)
+        if commit not in entry["commits"]:
             self.refuse(404, "RevisionNotFound")
             return None
-        return kept, commit
+        return entry, commit
 
     def repository(self, repo, verb, rest, body, user):
         revision = (rest or "main").split("/")[0]
-        there = self.found(repo, revision, user)
-        if there is None:
+        result = self.found(repo, revision, user)
+        if result is None:
             return
-        kept, commit = there
-        files = kept["commits"][commit]
+        entry, commit = result
+        files = entry["commits"][commit]
         if verb in (None, "revision"):
             facts = {
                 "id": repo.removeprefix("datasets/"), "sha": commit, "siblings": [{"rfilename": name} for name in files],
-                "private": kept["private"], "tags": [], "downloads": 0,
+                "private": entry["private"], "tags": [], "downloads": 0,
             }  # fmt: skip
             self.send(200, facts)
         elif verb == "tree":
             entries = self.tree(files, (rest or "").partition("/")[2], "recursive=true" in self.path.lower())
             self.send(200, entries) if entries else self.refuse(404, "EntryNotFound")
         elif verb == "paths-info":
-            asked = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
-            folders = {os.path.dirname(path) for path in asked}
-            self.send(200, [e for path in folders for e in self.tree(files, path) if e["path"] in asked])
+            paths = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
+            folders = {os.path.dirname(path) for path in paths}
+            self.send(200, [e for path in folders for e in self.tree(files, path) if e["path"] in paths])
         elif verb == "preupload":
-            paths = [one["path"] for one in json.loads(body)["files"]]
+            paths = [file["path"] for file in json.loads(body)["files"]]
             facts = [{"uploadMode": self.mode(path), "oid": self.oid(files, path)} for path in paths]
             modes = zip(paths, facts, strict=True)
             self.send(200, {"files": [{"path": path, "shouldIgnore": False, **fact} for path, fact in modes]})
         elif verb == "commit":
-            self.commit(repo, kept, revision, files, body, user)
+            self.commit(repo, entry, revision, files, body, user)
         else:
             self.send(404, {"error": verb})
 
@@ -172,54 +172,54 @@ class Handler(servers.Handler):
 
     def tree(self, files, inside="", recursive=False):
         """Lists the files and folders in a folder. If `recursive` is set, also lists the contents of its subfolders."""
-        found = {}
+        entries = {}
         for name, data in files.items():
             if not inside or name.startswith(f"{inside}/"):
-                first = name.removeprefix(inside).lstrip("/").partition("/")
-                folder = f"{inside}/{first[0]}".lstrip("/")
-                if first[1]:
-                    found[folder] = {"type": "directory", "oid": "0", "size": 0, "path": folder}
-                if recursive or not first[1]:
+                parts = name.removeprefix(inside).lstrip("/").partition("/")
+                folder = f"{inside}/{parts[0]}".lstrip("/")
+                if parts[1]:
+                    entries[folder] = {"type": "directory", "oid": "0", "size": 0, "path": folder}
+                if recursive or not parts[1]:
                     oid = hashlib.sha1(data).hexdigest()
-                    found[name] = {"type": "file", "oid": oid, "size": len(data), "path": name}
-        return list(found.values())
+                    entries[name] = {"type": "file", "oid": oid, "size": len(data), "path": name}
+        return list(entries.values())
 
-    def commit(self, repo, kept, branch, files, body, user):
+    def commit(self, repo, entry, branch, files, body, user):
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
         if user != "owner":
             self.send(403, {"error": "forbidden"})
             return
-        new = dict(files)
-        for one in lines:
-            value = one["value"]
-            if one["key"] == "file":
-                new[value["path"]] = base64.b64decode(value["content"])
-            elif one["key"] == "lfsFile":
-                new[value["path"]] = self.hub.blobs[value["oid"]]
-            elif one["key"] == "deletedFile":
-                new.pop(value["path"])
-        oid = self.hub.put(repo, new, branch=branch)
+        contents = dict(files)
+        for operation in lines:
+            value = operation["value"]
+            if operation["key"] == "file":
+                contents[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "lfsFile":
+                contents[value["path"]] = self.hub.blobs[value["oid"]]
+            elif operation["key"] == "deletedFile":
+                contents.pop(value["path"])
+        oid = self.hub.put(repo, contents, branch=branch)
         url = f"{self.hub.address}/{repo}/commit/{oid}"
         self.send(200, {"success": True, "commitOid": oid, "commitUrl": url})
 
-    def lfs_batch(self, asked):
-        for one in asked["objects"]:
-            one["actions"] = {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}
-        self.send(200, {"transfer": "basic", "objects": asked["objects"]})
+    def lfs_batch(self, request):
+        for item in request["objects"]:
+            item["actions"] = {"upload": {"href": f"{self.hub.address}/lfs/{item['oid']}"}}
+        self.send(200, {"transfer": "basic", "objects": request["objects"]})
 
     def file(self, repo, revision, path, user):
-        there = self.found(repo, revision, user)
-        if there is None:
+        result = self.found(repo, revision, user)
+        if result is None:
             return
-        kept, commit = there
-        data = kept["commits"][commit].get(path)
+        entry, commit = result
+        data = entry["commits"][commit].get(path)
         if data is None:
             self.send(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
             return
         etag = f'"{hashlib.sha1(data).hexdigest()}"'
         headers = {"ETag": etag, "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
-        if asked := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(asked[1]), int(asked[2] or len(data) - 1)
+        if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(match[1]), int(match[2] or len(data) - 1)
             headers["Content_Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
             self.send(206, data[first : last + 1], **headers)
         else:

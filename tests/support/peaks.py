@@ -60,8 +60,8 @@ def ids(count):
 
 def row(stage):
     if stage == "sft":
-        some = ids(WIDTH)
-        return {"input_ids": some, "labels": some}
+        tokens = ids(WIDTH)
+        return {"input_ids": tokens, "labels": tokens}
     if stage == "rm":
         return {"chosen_ids": ids(WIDTH), "rejected_ids": ids(WIDTH)}
     if stage == "kto":
@@ -72,31 +72,31 @@ def row(stage):
 def trl_step(stage, config, dtype, checkpointing, folder):
     """Returns a function that runs two training steps with TRL's trainer."""
     kind = LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM
-    trainer, arguments, more = {
+    trainer_class, config_class, options = {
         "sft": (SFTTrainer, SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
         "rm": (RewardTrainer, RewardConfig, {}),
         "dpo": (Dpo, DPOConfig, {}),
         "kto": (Kto, KTOConfig, {}),
     }[stage]
-    made = trainer(
+    trainer = trainer_class(
         model=kind._from_config(config, dtype=dtype),
-        args=arguments(
+        args=config_class(
             output_dir=folder, per_device_train_batch_size=ROWS, max_steps=2, report_to="none", max_length=None,
             bf16=dtype == torch.bfloat16, use_cpu=True, gradient_checkpointing=checkpointing, save_strategy="no",
-            disable_tqdm=True, **more,
+            disable_tqdm=True, **options,
         ),
         train_dataset=datasets.Dataset.from_list([row(stage) for _ in range(2 * ROWS)]),
         peft_config=LoraConfig(task_type="SEQ_CLS" if stage == "rm" else "CAUSAL_LM", **LORA),
         processing_class=load_tokenizer(str(ROOT / "jobs/demo/model")),
     )  # fmt: skip
-    return made.train
+    return trainer.train
 
 
 def ppo_step(config, dtype, checkpointing):
     """Returns a function that runs an update with our PPO trainer."""
-    low = dtype == torch.bfloat16
+    bf16 = dtype == torch.bfloat16
     model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-    shared = SharedBase(model, autocast=torch.bfloat16 if low else None)
+    shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("reference", lora=LORA)
     shared.add("policy", copy_of="reference", trainable=True)
     shared.add("reward", lora=LORA, head=True)
@@ -104,7 +104,7 @@ def ppo_step(config, dtype, checkpointing):
     rows = [{"input_ids": ids(WIDTH // 2), "row": json.dumps({"prompt": str(i)})} for i in range(16)]
     trainer = toy.trainer(
         shared=shared, rows=rows, response_length=WIDTH // 2, batch_size=16, per_device_train_batch_size=ROWS,
-        local_rollout_forward_batch_size=16, bf16=low, gradient_checkpointing=checkpointing, num_ppo_epochs=1,
+        local_rollout_forward_batch_size=16, bf16=bf16, gradient_checkpointing=checkpointing, num_ppo_epochs=1,
         num_mini_batches=1, total_episodes=16,
     )  # fmt: skip
     return trainer.run_update
@@ -145,16 +145,16 @@ def main(stage, dtype, checkpointing):
     step = ppo_step(config, dtype, checkpointing) if stage == "ppo" else None
     step = step or trl_step(stage, config, dtype, checkpointing, folder)
     gc.collect()
-    now, of_files = Phases(torch.device("cpu")), file_bytes()
-    with now("before"):
+    phases, file_start = Phases(torch.device("cpu")), file_bytes()
+    with phases("before"):
         pass
     if stage == "ppo":
-        grown = step()["memory/peak"] * plan.GIB - now.peak_bytes["before"]
+        grown = step()["memory/peak"] * plan.GIB - phases.peak_bytes["before"]
     else:
-        with now("step"):
+        with phases("step"):
             step()
-        grown = now.peak_bytes["step"] - now.peak_bytes["before"]
-    grown -= file_bytes() - of_files
+        grown = phases.peak_bytes["step"] - phases.peak_bytes["before"]
+    grown -= file_bytes() - file_start
     print(json.dumps({"grown": grown, "planned": planned(stage, folder, dtype, checkpointing)}))
 
 

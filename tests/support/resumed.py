@@ -15,9 +15,9 @@ def patched(monkeypatch, verb, train):
     monkeypatch.setattr(module, "RECIPE", replace(module.RECIPE, train=train))
 
 
-def touched(monkeypatch, verb, step, once, happens):
-    """Makes the stage `verb` call `happens()` once, after `step` or after the last step. The file `once` records the call."""
-    patched(monkeypatch, verb, dying.at_step(verb, step, str(once), happens))
+def touched(monkeypatch, verb, step, once, fault):
+    """Makes the stage `verb` call `fault()` once, after `step` or after the last step. The file `once` records the call."""
+    patched(monkeypatch, verb, dying.at_step(verb, step, str(once), fault))
 
 
 class Interrupted(Exception):
@@ -31,9 +31,9 @@ def interrupted(monkeypatch, verb, step):
     def cut(worker):
         commit = worker.checkpoint
 
-        def checkpoint(source, at):
-            commit(source, at)
-            if at >= step:
+        def checkpoint(source, number):
+            commit(source, number)
+            if number >= step:
                 raise Interrupted
 
         worker.checkpoint = checkpoint

@@ -22,7 +22,7 @@ def stage(
     verb: str, storage: Path, name: str, *overrides: str, job: str | None = None, status: int = 0
 ) -> dict[str, Any]:
     """Runs one stage with a storage path. Returns the run's result.json. By default, the job has no gate."""
-    before = os.getcwd()
+    cwd = os.getcwd()
     os.chdir(ROOT)
     try:
         file, settings = job or f"jobs/demo/{verb}.yaml", ["gate={}", f"run.storage_path={storage}"]
@@ -32,11 +32,11 @@ def stage(
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
         if verb in TRAIN_STAGES and result:  # checks that a gate can name each metric of the run
-            known = load_job(file, settings, verb).metrics
-            assert not [one for one in result["metrics"] if one not in known.lacks and not known.is_open(one)]
+            spec = load_job(file, settings, verb).metrics
+            assert not [m for m in result["metrics"] if m not in spec.lacks and not spec.is_open(m)]
         return result
     finally:
-        os.chdir(before)
+        os.chdir(cwd)
 
 
 def tracked() -> list[str]:

@@ -20,8 +20,8 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
     """Starts the server. Yields an object with the server's address (`url`) and the job's Work object (`work`)."""
-    given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
-    job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
+    arguments = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
+    job = load_job(ROOT / "jobs/demo/serve.yaml", arguments, "serve")
     with serve_models(load_model_host(with_run_name(job)).work) as work:
         yield SimpleNamespace(url=f"http://127.0.0.1:{work.serve.port}", work=work)
 
@@ -33,15 +33,15 @@ def ask(url, path, body=None, method=None, **headers):
     with contextlib.closing(connection):
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         connection.request(method or ("GET" if data is None else "POST"), path, data, headers)
-        answer = connection.getresponse()
-        content = answer.read()
+        response = connection.getresponse()
+        content = response.read()
         with contextlib.suppress(ValueError):
             content = json.loads(content)
-        return answer.status, dict(answer.getheaders()), content
+        return response.status, dict(response.getheaders()), content
 
 
 def chat(url, text="What is the capital of Peru?", model="toy", **settings):
     """Requests a chat completion. Returns (status, body)."""
-    asked = {"model": model, "messages": [{"role": "user", "content": text}], **settings}
-    status, _, answer = ask(url, "/v1/chat/completions", asked)
+    payload = {"model": model, "messages": [{"role": "user", "content": text}], **settings}
+    status, _, answer = ask(url, "/v1/chat/completions", payload)
     return status, answer

@@ -53,8 +53,8 @@ def answering(status, body, kind="application/json", at=None):
     class Same(Handler):
         def answer(self):
             self.body()
-            found = (at or {}).get(self.path.partition("?")[0])
-            self.send(status if found is None else 200, (body if found is None else found).encode(), kind)
+            reply = (at or {}).get(self.path.partition("?")[0])
+            self.send(status if reply is None else 200, (body if reply is None else reply).encode(), kind)
 
         do_GET = do_POST = answer
 

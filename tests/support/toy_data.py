@@ -95,23 +95,23 @@ def encoder(stage, template=None, max_length=500, overlong="error", apply=False,
 
 def encoded(stage, row, **options):
     """Encodes one row. Returns the tokenizer, and the row's examples or errors."""
-    made = encoder(stage, **options)
-    return made.tokenizer, made.encode([parse_row(row, made.kind)])[0]
+    coder = encoder(stage, **options)
+    return coder.tokenizer, coder.encode([parse_row(row, coder.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
     """Returns the text of each contiguous sequence of trained tokens in an example."""
     runs, last = [], -2
-    for at, (token, label) in enumerate(
+    for position, (token, label) in enumerate(
         zip(example.columns["input_ids"], example.columns["labels"], strict=True)
     ):
         if label == -100:
             continue
         assert label == token
-        if at != last + 1:
+        if position != last + 1:
             runs.append([])
         runs[-1].append(token)
-        last = at
+        last = position
     return [tok.decode(run) for run in runs]
 
 
@@ -122,9 +122,9 @@ def write(path: Path, rows: list) -> str:
 
 def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ray=False, **options):
     """Tokenizes the rows of a job with these keys of `data`, in this process or with Ray Data."""
-    here = None if on_ray else contextlib.nullcontext
+    session = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
-    return prepare_rows(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+    return prepare_rows(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, session)
 
 
 def use_small_chunks(monkeypatch, size=300):
@@ -141,7 +141,7 @@ def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
         context=1 << 20, folder=str(folder), lease=lease, data=data, inputs={}, spec=STAGE_SPECS["evaluate"]
     )
     return SimpleNamespace(
-        rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, args=args
+        rank=0, world=1, gather=lambda value: [value], tokenizer=tokenizer, work=work, args=args
     )
 
 
@@ -155,6 +155,6 @@ def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
     for chunk in chunks.plan_chunks(
         *files.find_files(str(path), "data.train"), "train", kind_of(stage), chunk_bytes
     ):
-        before = chunks.lines_before(chunk)
-        rows += [(number + before, row) for number, row, _ in chunks.chunk_rows(chunk)]
+        offset = chunks.lines_before(chunk)
+        rows += [(number + offset, row) for number, row, _ in chunks.chunk_rows(chunk)]
     return rows

@@ -65,8 +65,8 @@ def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, 
     """Registers an adapter in the same way as a run does at its end. Returns the model version."""
     lineage.write(folder, facts)
     tokenizer().save_pretrained(folder)
-    given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
-    job = load_job(ROOT / "jobs/demo/sft.yaml", [*given, f"mlflow.registered_model={name}"], "sft")
+    overrides = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
+    job = load_job(ROOT / "jobs/demo/sft.yaml", [*overrides, f"mlflow.registered_model={name}"], "sft")
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         return published(job, run_id, folder, metrics, facts)
 
@@ -92,11 +92,11 @@ class Engine:
     def ids(self, *turns: str) -> list[int]:
         """Returns the tokens of a conversation, plus the generation prompt if the last turn is the user's."""
         roles = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        ask = len(turns) % 2 == 1
-        return tokenizer().apply_chat_template(roles, add_generation_prompt=ask, return_dict=False)
+        add_prompt = len(turns) % 2 == 1
+        return tokenizer().apply_chat_template(roles, add_generation_prompt=add_prompt, return_dict=False)
 
-    def sample(self, prompts: list[list[int]], length: int, **how) -> list[Completion]:
-        sampling = Sampling(length, tuple(eos_ids(tokenizer(), self.shared.base.generation_config)), **how)
+    def sample(self, prompts: list[list[int]], length: int, **keys) -> list[Completion]:
+        sampling = Sampling(length, tuple(eos_ids(tokenizer(), self.shared.base.generation_config)), **keys)
         decoder = SlotDecoder(self.shared, len(prompts), tokenizer().pad_token_id)
         return decoder.generate("policy", prompts, range(len(prompts)), sampling)
 

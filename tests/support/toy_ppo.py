@@ -41,7 +41,7 @@ def config(kind="llama", **changes):
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128)
     one_key = dict(intermediate_size=48, num_key_value_heads=1, head_dim=8)
     two_keys = dict(intermediate_size=48, num_key_value_heads=2)
-    name, more = {
+    name, shape = {
         "gpt2": ("GPT2Config", {}),
         "llama": ("LlamaConfig", two_keys),
         "qwen3": ("Qwen3Config", {**two_keys, "head_dim": 8}),
@@ -49,7 +49,7 @@ def config(kind="llama", **changes):
         "gemma": ("GemmaConfig", one_key),
         "gemma2": ("Gemma2Config", {**one_key, "sliding_window": 8, "final_logit_softcapping": 5.0}),
     }[kind]
-    return getattr(transformers, name)(**{**SMALL, **more, **special, **changes})
+    return getattr(transformers, name)(**{**SMALL, **shape, **special, **changes})
 
 
 def base(kind="llama", seed=0, **changes):
@@ -121,7 +121,7 @@ def trainer(
 
 def unmeasured(history):
     """Returns the metrics of each update, except those that differ between runs."""
-    return [{k: v for k, v in one.items() if not MEASURED.search(k)} for one in history]
+    return [{k: v for k, v in metrics.items() if not MEASURED.search(k)} for metrics in history]
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
@@ -155,9 +155,9 @@ def recorded(trainer):
     recorded_samples, rollout = [], trainer.rollout
 
     def record():
-        one = rollout()
-        recorded_samples.append(samples_of(trainer, one))
-        return one
+        result = rollout()
+        recorded_samples.append(samples_of(trainer, result))
+        return result
 
     trainer.rollout = record
     return recorded_samples
