@@ -25,7 +25,7 @@ from pipeline.ppo import functional, losses, rollouts, sampler
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.run import roles
-from pipeline.scoring import forward, rewards
+from pipeline.scoring import forward
 from pipeline.stages import kl_pairs, trl_trainer
 from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
