@@ -1,9 +1,9 @@
 """Stores checkpoints as folders in the folder of a run. A checkpoint is complete once digests.json lists all its files.
 
-    files = store(source, run_folder, name)    # one worker of each node copies the files of its node
-    seal(run_folder, name, files)              # rank 0 writes digests.json
-    prune(run_folder, num_to_keep)             # only then, rank 0 removes the oldest checkpoints
-    newest(run_folder)                         # the checkpoint to resume from
+    files = store_checkpoint(source, run_folder, name)    # one worker of each node copies the files of its node
+    seal_checkpoint(run_folder, name, files)              # rank 0 writes digests.json
+    prune_checkpoints(run_folder, num_to_keep)            # only then, rank 0 removes the oldest checkpoints
+    newest_checkpoint(run_folder)                         # the checkpoint to resume from
 
 A process that is killed during these steps leaves the earlier checkpoints intact.
 """

@@ -161,7 +161,7 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
 
 
 def _check_before_start(job: Job, earlier: Earlier, tracking: registry.Tracking) -> dict[str, Any]:
-    """Makes the checks that take seconds and need neither the base nor the rows. Returns resume.resumable(earlier)."""
+    """Makes the checks that take seconds and need neither the base nor the rows. Returns resume.resumable_job(earlier)."""
     prices.read_prices()  # raises an error early if the price file is invalid
     check_paths(job)
     print_header(f"{job.stage}  run {job.run.name}  {job.source}")

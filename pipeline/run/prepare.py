@@ -1,6 +1,6 @@
 """Prepares a run: resolves and checks its job, then reads and tokenizes its rows, on Ray if the job needs Ray.
 
-with prepared(job) as (work, rows, report):     # up to here, only the cache of tokenized rows is written
+with prepared_run(job) as (work, rows, report):     # up to here, only the cache of tokenized rows is written
     ...
 """
 

@@ -1,8 +1,8 @@
 """Reads the folder of a run or sweep: who owns the folder, what an earlier process left, and which keys may differ on a resume.
 
     earlier = find_earlier(run)                         # reads the folder once
-    old_job = resumable(earlier)                        # raises InputError if this job would give different results
-    with owned(folder, files, overwrite) as lease:      # one driver at a time (lease.py)
+    old_job = resumable_job(earlier)                    # raises InputError if this job would give different results
+    with owned_folder(folder, files, overwrite) as lease:   # one driver at a time (lease.py)
         ...
 
 A run writes job.json before the work begins. job.json has the resolved job, and the state of its inputs when the work began: the

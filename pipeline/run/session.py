@@ -1,6 +1,6 @@
 """Starts a Ray session: a local Ray, embedded in this process, or the cluster that this driver runs on.
 
-    with session(places, storage_path, uri):      # starts no Ray if the job runs in this process
+    with ray_session(places, storage_path, uri):      # starts no Ray if the job runs in this process
         ...
 
 By default, Ray listens on every interface, and its agent runs any command that a client posts. The embedded Ray binds every

@@ -1,1 +1,1 @@
-"""One file per stage: `run(job)` runs on the driver, `train(worker)` in every Ray Train worker. TRL's stages share trl_*.py."""
+"""One file per stage, with its RECIPE. `train(worker)` runs in every worker of Ray Train. The stages of TRL share trl_*.py."""

@@ -405,7 +405,7 @@ def test_a_stage_runs_on_the_cluster(cluster, capfd, tmp_path):
     assert len(list((tmp_path / "runs/far/lease").iterdir())) == 1
     wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
     assert main(wrong) == 2
-    assert "such rows fit rm" in capfd.readouterr().out
+    assert "these rows can train rm" in capfd.readouterr().out
 
 
 def test_a_command_on_this_machine_needs_the_registry_of_the_cluster(monkeypatch, capsys, tmp_path, in_root):

@@ -195,7 +195,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
         "different trainer.label_smoothing_factor"
     )
     judged = replace(compared, judge="python:bad_rewards:short")
-    assert publish(judged, 0.1, data={"eval": "f" * 64}).gate.endswith("other judge")
+    assert publish(judged, 0.1, data={"eval": "f" * 64}).gate.endswith("different judge")
     assert publish(compared, float("nan"), data={}).gate == "failed: eval_loss = nan, required <= champion"
 
 

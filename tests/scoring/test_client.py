@@ -210,10 +210,10 @@ ASKS = """
 import asyncio, json, sys
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges import forms
-from pipeline.scoring.judges.client import JudgeRequest, Client
+from pipeline.scoring.judges.client import JudgeRequest, JudgeClient
 from pipeline.scoring.judges.store import Store
 given = Definition(model={model!r}, form="score", endpoint={endpoint!r}, timeout_s=30, concurrency=4)
-client = Client(given, Store({storage!r}, "run"), "judge", 60)
+client = JudgeClient(given, Store({storage!r}, "run"), "judge", 60)
 asked = [JudgeRequest([{{"role": "user", "content": str(i)}}], 0, lambda answer: forms.scores_in_answer(given, None, answer)) for i in range({count})]
 print(json.dumps([one["text"] for one in asyncio.run(client.answers(asked))]), flush=True)
 """

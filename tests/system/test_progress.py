@@ -42,12 +42,12 @@ DOWNLOAD = """
 from huggingface_hub import constants
 from pipeline.job import load_job
 from pipeline.models.base import load_base
-from pipeline.system.hub import announcement
+from pipeline.system.hub import loading_message
 from pipeline.system import progress
 progress.INTERVAL_S, constants.DOWNLOAD_CHUNK_SIZE = 0.0, 100_000
 job = load_job("jobs/demo/sft.yaml", ["model.name_or_path=org/model"], "sft")
 for _ in range(2):
-    print(announcement("org/model"))
+    print(loading_message("org/model"))
     load_base(job.model)
 """
 

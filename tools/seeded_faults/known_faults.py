@@ -326,7 +326,7 @@ RUN, LOAD_TOKENIZER = (trl_trainer, "train_trl"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
 OF_FILE = "reward equals the adapter in its file"
-NO_LEARNER = "only adapters and heads learn.*that should not"
+NO_LEARNER = "only adapters and heads learn.*by mistake"
 AGREE, WHOLE = "sampler and trainer agree", "whole distribution.*top-p"
 MANY = "trainer.batch_size=256 trainer.total_episodes=256 trainer.per_device_train_batch_size=256"
 BEFORE, LAST = "values are read before each action", "last token of the completion"
@@ -354,7 +354,7 @@ FAULTS = [
           afterwards(lambda model, *_: model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5))),
     Fault("loading loses the reward's head", "ppo", f"{OF_FILE}|reward scores as when", (SharedBase, "load"),
           afterwards(head_is_lost)),
-    Fault("the critic's head is frozen", "ppo", f"{NO_LEARNER}|only one side", (SharedBase, "set_trainable"),
+    Fault("the critic's head is frozen", "ppo", NO_LEARNER, (SharedBase, "set_trainable"),
           afterwards(lambda _, self, role, on: self.heads.requires_grad_(False))),
     Fault("heads are rounded to bf16", "ppo", OF_FILE, ADD, afterwards(heads_are_rounded)),
     Fault("adapters are bf16", "ppo", "only adapters and heads learn.*are not fp32", ADD, afterwards(adapters_are_bf16)),
@@ -443,12 +443,12 @@ FAULTS = [
     Fault("the saved policy lacks a layer", "ppo", "does not reload as it was|tensors differ", (SharedBase, "tensors_of"),
           lacks_a_layer),
     # two workers
-    Fault("whitening is per worker", "pair", "whitening over other rows", WHITEN, lambda call, x, mask, **keys: call(x, mask)),
+    Fault("whitening is per worker", "pair", "whether whitening covers all rows", WHITEN, lambda call, x, mask, **keys: call(x, mask)),
     Fault("both workers sample the same episodes", "pair", "on several", (PPOTrainer, "rollout"), with_attribute("rank", 0)),
     Fault("gradients are not summed over the workers", "pair", "not summed over all workers", (PPOTrainer, "sync"),
           with_attribute("workers", 1)),
     # demonstrations
-    Fault("the loss includes prompts", "sft", "prompt is trained", FIT,
+    Fault("the loss includes prompts", "sft", "the loss also covers the prompt", FIT,
           lambda call, encoder, ids, trained: call(encoder, ids, [True] * len(ids)), quick=True),
     Fault("the end token is not trained", "sft", "completions end with a trained EOS", FIT,
           lambda call, encoder, ids, trained: call(encoder, ids, [*trained[:-1], False]), quick=True),
@@ -457,7 +457,7 @@ FAULTS = [
           header_is_trained),
     Fault("labels are shifted twice", "sft", "labels are the rows' tokens|differ from the token at their position", RUN,
           of_batches(lambda batch: batch.update(labels=batch["labels"].roll(-1, 1)))),
-    Fault("the collator masks the end token", "sft", "collator masks labels", RUN, of_batches(last_label_is_masked), quick=True),
+    Fault("the collator masks the end token", "sft", "collator masks or adds labels", RUN, of_batches(last_label_is_masked), quick=True),
     Fault("packed rows attend to each other", "sft", ALONE, RUN, of_batches(packing_is_forgotten), "trainer.packing=true",
           quick=True),
     Fault("pad is the end token", "sft", "the pad token is no EOS token", LOAD_TOKENIZER,
@@ -494,6 +494,6 @@ FAULTS = [
           of_batches(lambda batch: batch.update(label=~batch["label"])), quick=True),
     Fault("kto's KL term is over the rows' own completions", "kto", "paired with their own completion",
           (kl_pairs.PairedBatchSampler, "__iter__"), own_completions, quick=True),
-    Fault("kto's KL term uses other prompts", "kto", "other tokens than those of their pair", (kl_pairs, "pair_rows"),
+    Fault("kto's KL term uses other prompts", "kto", "tokens that differ from those of their pair", (kl_pairs, "pair_rows"),
           lambda call, row, other: {**other, **call(other, row)}),
 ]  # fmt: skip
