@@ -166,6 +166,7 @@ lint: $(VENV)/.dev ## check style, format and types
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@! git grep -nE '^(<{7}|>{7}) ' -- . 2>/dev/null    # conflict markers, which templates and pages would show
 format: $(VENV)/.dev ## rewrite the sources in the format that lint expects
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
