@@ -220,7 +220,9 @@ def test_texts_that_are_printed_lists_are_rejected_in_csv(tmp_path, printed):
         files = {"train": find_files(str(path), "data.train")}
         return resolve_labels(source_kinds("sft", Data(train=str(path))), files)
 
-    with pytest.raises(InputError, match=r"each 'completion' is a list in Python's notation, .*to_json or to_parquet"):
+    with pytest.raises(
+        InputError, match=r"each 'completion' is a list in Python's notation, .*to_json or to_parquet"
+    ):
         read(rows)
     read([*rows, {"prompt": "Where is Rome?", "completion": "In Italy."}])
     look(tmp_path, rows, "sft")

@@ -42,7 +42,9 @@ def test_an_unusable_file_is_reported_at_once(job, tmp_path, monkeypatch):
     with contextlib.closing(sqlite3.connect(file)) as other, other:
         # Database schema of another MLflow version.
         other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")
-    with pytest.raises(InputError, match=said + r"schema.*\); install the MLflow version that wrote the file, or"):
+    with pytest.raises(
+        InputError, match=said + r"schema.*\); install the MLflow version that wrote the file, or"
+    ):
         registry.check_store(tracking_of(job))
 
 

@@ -92,7 +92,9 @@ def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked)
 @pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
 def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
     """If the adapter's file is replaced after the self-check, the run ends with an error."""
-    at, file = (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store_checkpoint")
+    at, file = (
+        (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store_checkpoint")
+    )
     done = getattr(at, file)
 
     def exchanged(*arguments):
