@@ -67,7 +67,7 @@ def engine(models):
 
 @pytest.fixture(scope="session", autouse=True)
 def databases_that_do_not_wait_for_the_disk():
-    """Turns off SQLite's waits for the disk, which make commits slow. SQLite's waits only protect against a power failure."""
+    """Keeps SQLite from waiting for the disk at each commit. The waits are slow, and protect only against a power failure."""
     from sqlalchemy import Engine, event
 
     def without_waiting(connection, _):

@@ -1,4 +1,4 @@
-"""Tests with random rows, job files and models that a command ends with exit status 0 or 2 for any input.
+"""Runs commands on random rows, job files and models. A command must end with exit status 0 or 2 for any input.
 
 Each of the 2,000 seeded cases mutates valid input a few times. A case passes if it ends within 20 seconds, with one message if
 the status is 2, without a traceback, and with an unchanged registry.

@@ -356,7 +356,7 @@ def _reference_problems(names: Mapping[str, str]) -> Problems:
 
 # ---------------------------------------------------------------- evaluations and gates
 def _best_problems(run: Run, measurable: Measurable, evaluates: bool, trl: bool) -> Problems:
-    """Yields problems if the job chooses its best evaluation or may stop early, but has no evaluations or no suitable metric."""
+    """Yields problems if a job keeps its best step or may stop early, but has no evaluations or no suitable metric."""
     if not evaluates:
         key = next(
             key

@@ -56,7 +56,7 @@ def load_reward(worker: ModelHost, shared: SharedBase | None, name: str, role: s
         assert entry.definition is not None
         run, timeout_s = worker.work.identity, args.reward_timeout_s
         return JudgeReward(entry.definition, run.storage_path, run.name, timeout_s, weight=weight, name=role)
-    # In training, the number of tokens limits a forward pass. In other subcommands, the number of rows limits a forward pass.
+    # In training, the number of tokens limits a forward pass. In other subcommands, a maximum number of rows does.
     by_tokens = bool(worker.work.spec.learns)
     limits = (
         {"tokens": args.max_tokens_per_micro_batch}

@@ -127,7 +127,7 @@ class FeedbackStore:
             raise Refused(507, f"feedback cannot be written ({error})") from error
 
     def _delete(self, condition: str, value: float) -> int:
-        """Deletes answers and their entries in the table feedback. Returns the number of deleted bytes."""
+        """Deletes answers, and their rows in the table `feedback`. Returns the number of deleted bytes."""
         rows = self.database.execute(f"DELETE FROM answers WHERE {condition} RETURNING {BYTES}", (value,))
         return sum(length for (length,) in rows)
 

@@ -76,29 +76,35 @@ class Sections:
 
 @dataclass(frozen=True)
 class Work(Sections):
-    """All values that the driver computes before the first worker starts. The values are small, and can be pickled."""
+    """All values that the driver computes before the first worker starts, in three steps. They are small, and can be pickled."""
 
+    # set by settle_job
     tracking: Tracking
     gate: Gate  # conditions for the version that the run registers or promotes
     base: dict[str, Any] = field(default_factory=dict)  # result of models.base.base_identity
     tokenizer: Any = None
-    # maximum number of tokens of a row (context length minus completion length), or None if the
-    # context length is unknown
+    # maximum number of tokens of a row (context length minus completion length), or None if the context length is unknown
     room: int | None = None
     inputs: dict[str, Input] = field(default_factory=dict)  # {policy, baseline, reward.0, ...: input}
+
+    # set by tokenize_rows
     # {name of a split, `transform`, or key of a Python function: digest}
     digests: dict[str, str] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)  # {tokenized dataset: fingerprint}
-    # {version of a policy: number of training rows that it wrote}
-    rows_from: dict[str, int] = field(default_factory=dict)
+    rows_from: dict[str, int] = field(
+        default_factory=dict
+    )  # {policy version: number of training rows that it wrote}
     judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
     mixture: Any = None  # a data.mixture.Mixture if the training data sources have weights
+
+    # set by open_run and launch
     started: float = 0.0  # time.monotonic() at the start of the command, on the driver
     run_id: str | None = None  # MLflow's id of the run, or None to log nothing
+    lease: Lease = field(
+        default_factory=Lease
+    )  # no other process may write to the run's folder during this lease
     sweep: SweepHandle | None = None  # the run's sweep, or None if the run is not a trial
-    # the lease of the run's folder, which open_run sets: no other process may write to this folder
-    lease: Lease = field(default_factory=Lease)
 
     @property
     def folder(self) -> str:

@@ -65,7 +65,8 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
     report = prepared(tmp_path, train=path).report
     assert (
-        "no chat template is applied to 2 rows of plain text (model.chat_template=plain " in report.render()
+        "no chat template is applied to 2 rows of plain text (to apply one, set model.chat_template=plain "
+        in report.render()
     )
     assert report.row_format() == "text"
     report = prepared(tmp_path, train=path, apply_chat_template=True).report

@@ -219,7 +219,7 @@ class Stale(Elsewhere):
 
 
 class Twice(Elsewhere):
-    """Returns the first chunk of an update also as its second chunk."""
+    """Simulates a fault: the second chunk of an update is a copy of the first."""
 
     def collect(self, chunk):
         return next(sampled for one, sampled in self.done if one.key[:2] == chunk.key[:2] and one.number == 0)

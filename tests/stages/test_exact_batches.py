@@ -283,7 +283,7 @@ def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_wo
     if stage == "kto":  # KTO's z0 depends on the batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
         changing += ["eval_kl", "eval_loss"]
-    if stage in ("dpo", "kto"):  # TRL averages metrics of tokens over tokens, and ExactBatches over rows
+    if stage in ("dpo", "kto"):  # TRL averages token metrics over tokens, and ExactBatches averages them over rows
         changing += ["logits", "entropy", "token"]
     same = [name for name in at_once if not any(part in name for part in changing)]
     assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)

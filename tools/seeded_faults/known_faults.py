@@ -25,7 +25,7 @@ from pipeline.ppo import functional, losses, rollouts, sampler
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.run import roles
-from pipeline.scoring import forward, rewards
+from pipeline.scoring import forward
 from pipeline.stages import kl_pairs, trl_trainer
 from pipeline.writing import decoder, rows
 from pipeline.writing.rows import Sampling
@@ -319,7 +319,7 @@ ADD_POLICY, SWITCH, ADD = (roles, "add_policy"), (SharedBase, "_switch"), (Share
 INIT, VALUES = (PPOTrainer, "__init__"), (PPOTrainer, "values")
 COLLATES = [(rollouts, "collate"), (sampler, "collate")]
 FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw_tokens"), (forward, "pack_together")
-COLLATE, TOKEN_REWARDS = (rewards, "collate_ids"), (losses, "token_rewards")
+COLLATE, TOKEN_REWARDS = (forward, "collate_ids"), (losses, "token_rewards")
 GAE, WHITEN = (functional, "gae"), (losses, "whiten")
 FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
 RUN, LOAD_TOKENIZER = (trl_trainer, "train_trl"), (alone, "load_tokenizer")

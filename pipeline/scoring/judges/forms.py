@@ -72,7 +72,7 @@ def completion_names(count: int) -> list[str]:
 
 
 def _orders(definition: Definition, prompt: str, texts: list[str]) -> list[list[str]]:
-    """Returns the orders in which the question shows texts. Orders depend only on the texts, so all processes agree."""
+    """Returns the orders in which the judge sees the completions. Orders depend only on the texts, so all processes agree."""
     order = sorted(texts)
     Random(hashlib.sha256("\0".join([definition.digest, prompt, *order]).encode()).digest()).shuffle(order)
     return [order, order[::-1]] if definition.orders == "both" else [order]
