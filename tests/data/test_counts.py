@@ -60,7 +60,7 @@ def test_eval_rows_that_are_also_in_train(tmp_path, rows, overlap, warning):
     assert make(tmp_path, train=train).report.overlap is None
     report = make(tmp_path, "ppo", train=train, eval=train).report
     assert report.overlap == (20, 20)
-    assert "20 rows of data.eval with a prompt that is also in data.train: metrics" in report.render()
+    assert "20 rows of data.eval with a prompt that is also in data.train" in report.render()
 
 
 def test_versions_beyond_the_most_frequent_are_counted_together():

@@ -94,7 +94,7 @@ def test_a_missing_column():
     missing = "rows 1-2 have no column 'output1'; the columns are instruction, output_1, output_2"
     with pytest.raises(InputError, match=rf"data\.columns\.chosen: f\.jsonl: {missing}"):
         check_columns_exist({"chosen": "output1"}, rows, "f.jsonl")
-    found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
+    found = r"`output_1`: found fields instruction, output_2.* in data\.columns\.chosen"
     with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
     # The job maps `system` to a missing column, and the row has a column named `system`, so the row is ambiguous.
