@@ -98,7 +98,7 @@ def test_a_missing_column():
     with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
     # The job maps `system` to a missing column, and the row has a column named `system`, so the row is ambiguous.
-    with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*data\.columns\.system names"):
+    with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*in data\.columns\.system"):
         read({"q": "a", "a": "b", "system": "other"}, "sft", prompt="q", completion="a", system="sys")
 
 
