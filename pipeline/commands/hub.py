@@ -95,7 +95,7 @@ def model_card(host: ModelHost, name: str, differences: dict[str, float] | None 
         ancestors=ancestors,
         metrics=metrics,
         differences=differences,
-        count=with_unit,
+        with_unit=with_unit,
         most_frequent=most_frequent,
         oldest=transformers4.oldest_version(hub.base_config(path, model.revision)),
         ends=eos_ids(host.tokenizer),

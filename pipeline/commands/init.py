@@ -434,13 +434,15 @@ def with_rows(text: str, job: str, sources: list[RowSource], stage: str) -> str:
             return [{"path": s.path, **s.stages[stage]} for s in split] or None
         return [s.path for s in split] if len(split) > 1 else next((s.path for s in split), None)
 
-    held_out = paths(True)
+    eval_paths = paths(True)
     if job != "evaluate":
         text = with_key(text, "data.train", paths(False))
     if job in TAKES or job == "evaluate":
-        text = with_key(text, "data.eval", held_out)
+        text = with_key(text, "data.eval", eval_paths)
     if job in TAKES:
-        text = with_key(text, "data.eval_fraction", 0 if held_out else 0.1, "of the training rows, by prompt")
+        text = with_key(
+            text, "data.eval_fraction", 0 if eval_paths else 0.1, "of the training rows, by prompt"
+        )
     for key, value in (shared or {}).items():
         meaning = (
             f"set the label's meaning: {guess.label_template(keys[0]['columns'])}" if value is None else ""

@@ -1,6 +1,6 @@
 """Selects what the top of a report shows: cards with a run's most important metrics, and a list of facts."""
 
-from pipeline.job.stages import headline_metrics as metrics_of
+from pipeline.job.stages import headline_metrics
 from pipeline.metrics import Metric, find_metric
 from pipeline.report import preferences
 from pipeline.report.gather import ReportedRun
@@ -18,7 +18,7 @@ OVERVIEW = (
 
 def cards_of_run(run: ReportedRun) -> list[dict[str, str]]:
     """Returns the cards of one run: the stage's main metrics, metrics on held-out pairs, and the wall-clock time."""
-    cards = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
+    cards = [_card(run, metric) for metric in headline_metrics(run.stage, run.metrics)]
     if run.pairs:
         held_out = preferences.preference_numbers(run.pairs)
         for label, is_share in (("calibration error", True), ("margin to length, correlation", False)):

@@ -58,9 +58,9 @@ def render_page(runs: list[ReportedRun]) -> str:
     )
 
 
-def mark_trained_tokens(text: str) -> Markup:
+def mark_trained_tokens(row_text: str) -> Markup:
     """Escapes the text of a row for HTML, and puts the tokens that contribute to the loss (between ⟦ and ⟧) inside <mark>."""
-    return Markup(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
+    return Markup(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(row_text))))
 
 
 def as_yaml(job: dict[str, Any]) -> str:

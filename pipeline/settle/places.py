@@ -38,12 +38,12 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
     rollout_on_gpu = on_gpu if config.use_gpu is None else config.use_gpu
     section = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu}
-    sampler = Bundle(_amounts_of(section, config.tensor_parallel_size), rollout.get("label_selector") or {})
-    count = config.num_workers
+    each = Bundle(_amounts_of(section, config.tensor_parallel_size), rollout.get("label_selector") or {})
+    rollout_workers = Group("rollout", "rollout worker", config.num_workers, config.num_workers, each)
     return Places(
         in_process=job.in_process,
         workers=Group("scaling", "worker", fewest, most, Bundle(amounts, selector)),
-        rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
+        rollout=rollout_workers if config.num_workers else None,
         on_gpu=on_gpu,
         rollout_on_gpu=rollout_on_gpu,
         scaling=scaling,

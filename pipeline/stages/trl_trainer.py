@@ -58,8 +58,8 @@ class Reporter(TrainerCallback):
     Speed is measured only during optimizer steps, not during evaluations, checkpoints and waits for rows.
     """
 
-    def __init__(self, worker: Worker, trainer: Any, best: Best | None):
-        self.worker, self.trainer, self.best = worker, trainer, best
+    def __init__(self, worker: Worker, trainer: Any, tracker: Best | None):
+        self.worker, self.trainer, self.tracker = worker, trainer, tracker
         self.evaluating: Bar | None = None  # progress of the current evaluation
         self.device = torch.device(worker.device)
         self.start = self.seconds = 0.0  # start of the step; duration of the steps since the last log line
@@ -110,9 +110,9 @@ class Reporter(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         self.evaluating = None
-        if self.best and state.global_step:  # at step 0, the adapter has learned nothing
-            self.best.compare(metrics, state.global_step)
-            control.should_training_stop |= self.best.exhausted
+        if self.tracker and state.global_step:  # at step 0, the adapter has learned nothing
+            self.tracker.compare(metrics, state.global_step)
+            control.should_training_stop |= self.tracker.exhausted
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
         numbers = _numbers(logs)
@@ -124,8 +124,8 @@ class Reporter(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
         save_sums(self.trainer, os.path.join(folder, f"sums_{self.worker.rank}.json"))
-        if self.best and self.worker.rank == 0:
-            self.best.save(folder)
+        if self.tracker and self.worker.rank == 0:
+            self.tracker.save(folder)
         self.worker.checkpoint(folder, state.global_step)
 
 
@@ -274,15 +274,15 @@ def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
     return {entry["step"]: entry for entry in trainer.state.log_history if "eval_loss" in entry}
 
 
-def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
+def _train(worker: Worker, trainer: Any, tracker: Best | None) -> dict[str, float]:
     """Trains. Returns TRL's summary, with the mean `train_loss` over all steps, including steps before a resume."""
     if worker.resume:
         # The run was evaluated at step 0 already.
         trainer.args.eval_on_start = False
         state = TrainerState(**json_object(os.path.join(worker.resume, "trainer_state.json"), FIX))
-        if best:
-            best.load(worker.resume)
-        if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
+        if tracker:
+            tracker.load(worker.resume)
+        if state.global_step >= state.max_steps > 0 or (tracker and tracker.exhausted):
             # Training is complete, but transformers 5.23 would make one more step. Remove this code when train() makes no further
             # step.
             trainer._load_from_checkpoint(worker.resume)

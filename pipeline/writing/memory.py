@@ -69,7 +69,9 @@ def free_of_node() -> float:
     return max(0.0, min(available))
 
 
-def memory_share(total: float, free: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
+def memory_share(
+    total: float, free: float, weights: float, token_bytes: float, rows: int, length: int
+) -> float:
     """Returns vLLM's gpu_memory_utilization: the fraction of a GPU's `total` bytes that vLLM needs, rounded to hundredths.
 
     vLLM does not start if it requests more than the free memory, so the result is at most MAX_VLLM_SHARE of the free memory. If
@@ -78,9 +80,9 @@ def memory_share(total: float, free: float, weights: float, kv_bytes: float, row
     Args:
         free: bytes that are free after the trainer has loaded its base.
         weights: bytes of the base.
-        kv_bytes: bytes of one token's keys and values in all layers.
+        token_bytes: bytes of one token's keys and values in all layers.
         rows: completions that one worker samples in an update.
         length: maximum tokens of a prompt with its completion.
     """
-    needed = weights + kv_bytes * min(rows, MAX_VLLM_ROWS) * length + VLLM_WORKSPACE
+    needed = weights + token_bytes * min(rows, MAX_VLLM_ROWS) * length + VLLM_WORKSPACE
     return min(math.ceil(100 * needed / total), math.floor(100 * MAX_VLLM_SHARE * free / total)) / 100

@@ -192,15 +192,15 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
         before: result of `sums_of` before the update.
         metrics: result of `Learner.learn`.
     """
-    after, roles = sums_of(trainer), trainer.roles
-    rates = dict(zip(roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
-    moving = [role for role in roles if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
+    after, trained = sums_of(trainer), trainer.roles
+    rates = dict(zip(trained, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
+    moving = [role for role in trained if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
     stuck = [role for role in moving if after[role] == before[role] and not trainer.skipped_steps]
     # The tolerance allows for the order of additions, which differs between types of GPUs.
     is_close = partial(np.allclose, rtol=1e-9, atol=1e-12)
     rank_sums: list[Sums] = gather(after)
-    unequal = [role for role in roles if not all(is_close(sums[role], after[role]) for sums in rank_sums)]
-    message = f"{', '.join(roles)}; workers: {trainer.workers}"
+    unequal = [role for role in trained if not all(is_close(sums[role], after[role]) for sums in rank_sums)]
+    message = f"{', '.join(trained)}; workers: {trainer.workers}"
     if stuck:
         message += (
             f"; {', '.join(stuck)} got a gradient and did not change: the optimizer lacks its parameters"
