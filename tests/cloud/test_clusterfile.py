@@ -324,19 +324,19 @@ def first(calls, program, home):
 
 
 def test_a_head_without_jobs_shuts_down(node):
-    state = f"{first(1, 'curl', node.home)} && s=RUNNING || s=SUCCEEDED"
+    state = f"{first(2, 'curl', node.home)} && s=RUNNING || s=SUCCEEDED"
     node.program("curl", f"{state}; echo '[{{\"status\": \"'$s'\"}}]'")
     node.program("sudo")
     done, log = node("idle", TWO_SECONDS)
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line.startswith("curl")]
-    assert len(asked) >= 3, "a poll with a running job, then two seconds without"
+    assert len(asked) >= 3, "two polls with a running job, then two seconds without"
     assert log[-1] == "sudo shutdown -h now" and "Authorization: Bearer " + "a" * 32 in asked[0]
 
 
 def test_a_head_with_a_dead_dashboard_is_not_idle_while_ray_runs(node):
     node.program("curl", "exit 7")
-    node.program("pgrep", first(1, "pgrep", node.home))
+    node.program("pgrep", first(2, "pgrep", node.home))
     node.program("sudo")
     done, log = node("idle", TWO_SECONDS)
     assert done.returncode == 0, done.stderr
@@ -344,7 +344,7 @@ def test_a_head_with_a_dead_dashboard_is_not_idle_while_ray_runs(node):
 
 
 def test_a_worker_without_a_head_shuts_down(node):
-    node.program("timeout", first(1, "timeout", node.home))
+    node.program("timeout", first(2, "timeout", node.home))
     node.program("sudo")
     done, log = node("idle", TWO_SECONDS, RAY_HEAD_IP="10.0.0.9")
     assert done.returncode == 0, done.stderr
