@@ -23,6 +23,7 @@ from pipeline.errors import InputError
 from pipeline.job import Collect, Job
 from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
+from pipeline.run_folder import Result
 
 # Columns that are removed from a prompt's row. Training would read these columns in addition to, or instead of, the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
@@ -31,7 +32,7 @@ Sample = dict[str, Any]  # a dict with the keys completion, score, completion_to
 SCORE = itemgetter("score")
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Result:
     args = Collect(**job.trainer)
     recipe = RowRecipe(
         "rows.jsonl",

@@ -28,6 +28,7 @@ from pipeline.models import adapter_files, transformers4
 from pipeline.run.launch import finished_result, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
+from pipeline.run_folder import Result
 from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
@@ -46,7 +47,7 @@ PROBES = (
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Result:
     if storage.is_remote(job.run.storage_path):
         raise InputError(
             f"{job.run.storage_path!r} is a bucket, but transformers writes only to local folders; set, e.g., "

@@ -15,9 +15,10 @@ from pipeline.job import Job
 from pipeline.models.tokenizer import warn_of_endless
 from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
+from pipeline.run_folder import Result
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Result:
     result = launch_rows(job, RowRecipe("completions.jsonl", load, measure))
     warn_of_endless(result["metrics"].get("ended", 1.0), "the completions")
     return result

@@ -24,7 +24,7 @@ from pipeline.models import transformers4
 from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
 from pipeline.run.model_host import ModelHost
-from pipeline.run_folder import RESULT
+from pipeline.run_folder import RESULT, Result
 from pipeline.system import deadline, hub, storage
 from pipeline.system.credentials import without_credentials
 
@@ -186,7 +186,7 @@ def _check_repository(args: Export) -> None:
         )
 
 
-def push_to_hub(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
+def push_to_hub(args: Export, kind: str, base: str, result: Result) -> Result:
     """Pushes the exported folder if trainer.push_to_hub is true. Returns the result of the export, with the commit id.
 
     Args:
@@ -222,7 +222,7 @@ def push_to_hub(args: Export, kind: str, base: str, result: dict[str, Any]) -> d
         advice = f"the same command with run.name={result['name']} continues without merging again"
         raise Failure(f"{_explained(args, error)}; {advice}") from error
     print(f"   {commit}", flush=True)
-    result = result | {"hub": {"repo_id": repo, "commit": str(commit.oid)}}
+    result |= {"hub": {"repo_id": repo, "commit": str(commit.oid)}}
     storage.write_json(storage.join(result["folder"], RESULT), result)
     return result
 

@@ -11,7 +11,6 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipeline import report
 from pipeline.errors import Failure, InputError
@@ -23,7 +22,7 @@ from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
 from pipeline.run.session import ray_session
 from pipeline.run.summary import metric_change, sample_table
-from pipeline.run_folder import RESULT
+from pipeline.run_folder import RESULT, Result
 from pipeline.settle import placement
 from pipeline.settle.identity import new_name, tracking_of
 from pipeline.settle.inputs import check_paths
@@ -38,7 +37,7 @@ DEMO_SECONDS = {"sft": 11.0, "rm": 21.0, "ppo": 26.0, "evaluate": 3.0}
 ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
-def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
+def run(folder: str, overrides: list[str]) -> list[Result]:
     """Runs the stages of a folder of jobs in order. Each stage registers the model that the next stage starts from."""
     started, name = time.monotonic(), common_name(overrides) or new_name()
     jobs = load_profile(folder, overrides, name)
@@ -52,7 +51,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
-    results: list[dict[str, Any]] = []
+    results: list[Result] = []
     for job in jobs.values():
         check_with_libraries(job)
     # All stages use one Ray session.
@@ -114,7 +113,7 @@ def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
     return DEMO_SECONDS[stage] if Path(job_file).parent.name == "demo" else 0.0
 
 
-def seconds_after(stage: str, expected: dict[str, float], results: list[dict[str, Any]]) -> float:
+def seconds_after(stage: str, expected: dict[str, float], results: list[Result]) -> float:
     """Returns the seconds that the stages after `stage` will take, or 0 if a stage's time is unknown.
 
     Args:
@@ -149,7 +148,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
     return selected
 
 
-def end_of_profile(results: list[dict[str, Any]], folder: str, seconds: float, page: str | None) -> str:
+def end_of_profile(results: list[Result], folder: str, seconds: float, page: str | None) -> str:
     """Returns the text that `run` prints at the end: samples, the first metric of the last two stages, and commands to run next.
 
     Args:

@@ -12,9 +12,10 @@ from typing import Any
 from pipeline.job import Job
 from pipeline.run.model_host import ModelHost
 from pipeline.run.parts import Answer, Record, RowRecipe, launch_rows
+from pipeline.run_folder import Result
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> Result:
     return launch_rows(job, RowRecipe("scores.jsonl", load, measure))
 
 

@@ -13,11 +13,11 @@ from pipeline import registry, text
 from pipeline.errors import error_summary
 from pipeline.report.gather import ReportedRun, newest_runs, read_run
 from pipeline.run.prepare import ALONE, heading
-from pipeline.run_folder import REPORT, RESULT
+from pipeline.run_folder import REPORT, RESULT, Result
 from pipeline.system import console, storage, terminal
 
 
-def write_page(runs: list[ReportedRun], folder: str, result: dict[str, Any] | None = None) -> str:
+def write_page(runs: list[ReportedRun], folder: str, result: Result | None = None) -> str:
     """Writes report.html into a folder or bucket. Returns the path of the page.
 
     Args:
@@ -37,7 +37,7 @@ def write_page(runs: list[ReportedRun], folder: str, result: dict[str, Any] | No
     return storage.join(folder, REPORT)
 
 
-def of_run(result: dict[str, Any]) -> None:
+def of_run(result: Result) -> None:
     """Stores the report of a finished run in the run's folder and in MLflow, unless the folder already contains a report."""
     folder = result["folder"]
     if storage.exists(storage.join(folder, REPORT)):
@@ -48,7 +48,7 @@ def of_run(result: dict[str, Any]) -> None:
         terminal.say(text.row("report", storage.relative(path)), result=True)
 
 
-def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
+def of_several(folders: list[str], folder: str, result: Result | None = None) -> str | None:
     """Writes one report about the runs in `folders` to `folder`.
 
     Returns the path of the report. If drawing fails, prints a message and returns None, so that the run still succeeds.

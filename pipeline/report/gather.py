@@ -26,7 +26,9 @@ class ReportedRun:
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
     folder: str | None  # None if only MLflow knows the run
-    result: dict[str, Any] = field(default_factory=dict)  # content of result.json, or {} if not finished
+    result: run_folder.Result = field(
+        default_factory=run_folder.Result
+    )  # content of result.json, or {} if not finished
     history: History = field(default_factory=dict)
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (stage rm)
     doubtful: list[dict[str, Any]] = field(default_factory=list)  # pairs with the lowest margins (stage rm)

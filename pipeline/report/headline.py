@@ -66,7 +66,7 @@ def facts_of_run(run: ReportedRun) -> list[tuple[str, str]]:
         alias = f"@{result['alias']}" if result.get("alias") else "(the alias was not moved)"
         registered = f"{result['registered_model']} v{result['version']} {alias}"
     workers = scaling.get("num_workers", 1) or "in process,"
-    peak, cost = (result.get(key) for key in ("peak_memory_bytes", "cost"))
+    peak, cost = result.get("peak_memory_bytes"), result.get("cost")
     entries = [
         ("base", " ".join(filter(None, (model["name_or_path"], model.get("revision"))))),
         ("registered", registered),

@@ -27,6 +27,7 @@ from pipeline.run.prepare import prepared_run, print_header
 from pipeline.run.resume import Earlier
 from pipeline.run.summary import how_it_ended, print_summary
 from pipeline.run.worker import Worker, run_worker
+from pipeline.run_folder import Result
 from pipeline.settle import placement
 from pipeline.settle.identity import tracking_of, with_run_name
 from pipeline.settle.inputs import check_paths
@@ -36,11 +37,11 @@ from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_secrets
 
 Train = Callable[[Worker], dict[str, Any]]
-Register = Callable[[Work, dict[str, Any]], registry.Version | None]
+Register = Callable[[Work, Result], registry.Version | None]
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
-def publish_adapter(work: Work, result: dict[str, Any]) -> registry.Version | None:
+def publish_adapter(work: Work, result: Result) -> registry.Version | None:
     """Registers the trained adapter as a version. Moves the alias to this version if training changed it and the gate passes.
 
     Returns None if nothing was trained, or if the job names no registered model.
@@ -78,10 +79,10 @@ class Recipe:
     register: Register = publish_adapter
     # Context manager on the driver that is open while the workers train. Each worker gets the yielded value.
     companion: Companion = lambda work: contextlib.nullcontext()
-    show: Callable[[dict[str, Any]], None] = lambda result: None  # prints tables after the summary
+    show: Callable[[Result], None] = lambda result: None  # prints tables after the summary
 
 
-def launch(job: Job, recipe: Recipe, sweep: SweepHandle | None = None) -> dict[str, Any]:
+def launch(job: Job, recipe: Recipe, sweep: SweepHandle | None = None) -> Result:
     """Runs one stage. Returns the content of result.json.
 
     Args:
@@ -94,9 +95,7 @@ def launch(job: Job, recipe: Recipe, sweep: SweepHandle | None = None) -> dict[s
     return result
 
 
-def _train_and_register(
-    job: Job, earlier: Earlier, recipe: Recipe, sweep: SweepHandle | None
-) -> dict[str, Any]:
+def _train_and_register(job: Job, earlier: Earlier, recipe: Recipe, sweep: SweepHandle | None) -> Result:
     with terminal.output_logged() as log_into:
         with open_run(job, earlier) as (work, rows, report):
             log_into(work.folder)
@@ -118,7 +117,7 @@ def _train_and_register(
     return result
 
 
-def finished_result(earlier: Earlier) -> dict[str, Any] | None:
+def finished_result(earlier: Earlier) -> Result | None:
     """Returns the result of the finished run of this name, or None if there is none."""
     if not earlier.result:
         return None
@@ -181,7 +180,7 @@ def _mlflow_run(work: Work, new_run: bool) -> contextlib.AbstractContextManager[
     return registry.mlflow_run(work.tracking, work.digests, new_run=new_run)
 
 
-def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, Any]:
+def write_result(work: Work, report: Any, entries: Result) -> Result:
     """Writes result.json, which marks the run as finished, and returns the content.
 
     Args:
@@ -189,15 +188,15 @@ def write_result(work: Work, report: Any, entries: dict[str, Any]) -> dict[str, 
         entries: entries that only this stage has.
     """
     if report:
-        entries = entries | {"data": {"digests": work.digests, "report": report.to_dict()}}
+        entries |= {"data": {"digests": work.digests, "report": report.to_dict()}}
     if judges := judging.read_costs(work):
-        entries = entries | {"judges": judges}
+        entries |= {"judges": judges}
         for name, costs in judges.items():
             numbers = "  ".join(f"{key} {value:g}" for key, value in costs.items())
             terminal.say(f"judge of {name}: {numbers}", result=True)
     work.lease.require()
     run = work.identity
-    result = {
+    result: Result = {
         "stage": run.stage,
         "name": run.name,
         "folder": run.folder,
@@ -244,7 +243,7 @@ def failure_recorded(work: Work) -> Iterator[None]:
         raise
 
 
-def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: Any) -> dict[str, Any]:
+def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: Any) -> Result:
     """Runs `train(worker)` in every worker. Returns the result of Worker.finish, with the paths of checkpoint and adapter."""
     from pipeline.run.fit import fit
 
@@ -283,7 +282,7 @@ def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, 
     return prices.cost_of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 
-def version_entries(version: registry.Version | None) -> dict[str, Any]:
+def version_entries(version: registry.Version | None) -> Result:
     """Returns the entries of result.json about the version that a run registered or promoted."""
     return {
         "registered_model": version.name if version else None,

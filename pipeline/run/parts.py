@@ -26,6 +26,7 @@ from pipeline.run.launch import finished_result, open_run, write_result
 from pipeline.run.model_host import ModelHost
 from pipeline.run.resume import find_earlier
 from pipeline.run.worker import Worker, like_a_worker, name_output
+from pipeline.run_folder import Result
 from pipeline.settle import placement
 from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
@@ -56,7 +57,7 @@ class RowRecipe:
     choose: Callable[[int], Sequence[int]] | None = None
 
 
-def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
+def launch_rows(job: Job, recipe: RowRecipe) -> Result:
     """Processes the rows of data.train. Returns the content of result.json."""
     job = with_run_name(job)
     earlier = find_earlier(identity_of(job))
@@ -68,7 +69,7 @@ def launch_rows(job: Job, recipe: RowRecipe) -> dict[str, Any]:
         computed = compute_missing_parts(work, rows["train"], chosen, recipe.load)
         path = storage.join(work.folder, recipe.output)
         outcome = join_parts(work, len(chosen), recipe, path)
-        entries = {"output": path, "rows": len(chosen), "rows_done_now": computed, **outcome}
+        entries: Result = {"output": path, "rows": len(chosen), "rows_done_now": computed, **outcome}
         result = write_result(work, report, entries)
     numbers = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in numbers.items()))
@@ -210,7 +211,7 @@ class Parts:
         return len(records)
 
 
-def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> dict[str, Any]:
+def join_parts(work: Work, count: int, recipe: RowRecipe, path: str) -> Result:
     """Joins all part files in the order of the rows. Returns the means of the metrics and the sums of the counts."""
     sums, occurrences, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     total = 0

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pipeline import run_folder
 from pipeline.errors import InputError, in_brief
@@ -142,7 +142,7 @@ class Earlier:
     identity: Identity
     files: dict[str, str]  # owner_files() of the run's folder
     job: dict[str, Any]  # job.json of an unfinished run, or {} if there is none or run.overwrite starts over
-    result: dict[str, Any]  # result.json of a finished run, or {}
+    result: run_folder.Result  # result.json of a finished run, or {}
 
 
 def find_earlier(run: Identity) -> Earlier:
@@ -154,7 +154,9 @@ def find_earlier(run: Identity) -> Earlier:
     if run.overwrite:
         return Earlier(run, files, {}, {})
     result = _read(run, files, run_folder.RESULT)
-    return Earlier(run, files, {} if result else _read(run, files, run_folder.JOB), result)
+    return Earlier(
+        run, files, {} if result else _read(run, files, run_folder.JOB), cast(run_folder.Result, result)
+    )
 
 
 def _read(run: Identity, files: dict[str, str], file: str) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from pipeline.input_uri import InputURI
 from pipeline.job.stages import TRAINED, headline_metrics
 from pipeline.metrics import Metric
 from pipeline.run.prepare import ALONE, heading
-from pipeline.run_folder import RESULT
+from pipeline.run_folder import RESULT, Result
 from pipeline.system import prices, storage, terminal
 
 SHOWN_SAMPLES = 4
 
 
-def print_summary(result: dict[str, Any]) -> None:
+def print_summary(result: Result) -> None:
     """Prints samples, headline metrics before and after, the gate, the version, and the folder of a run.
 
     In `run`, a stage prints only its first metric and the metrics of its gate, because `run` prints samples at the end. The log
@@ -60,7 +60,7 @@ def print_summary(result: dict[str, Any]) -> None:
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
 
-def how_it_ended(result: dict[str, Any]) -> str | None:
+def how_it_ended(result: Result) -> str | None:
     """Returns a text about the best step and the reason for an early stop, or None if the run has neither.
 
     Args:
@@ -82,11 +82,12 @@ def metric_change(metrics: dict[str, float], metric: Metric) -> str:
     return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[metric.name]:.4g}"
 
 
-def not_better(result: dict[str, Any]) -> str | None:
+def not_better(result: Result) -> str | None:
     """Returns a warning if there is an eval win rate that is not clearly above 0.5, or else None."""
-    rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
-    if rate is None or low > 0.5:
+    metrics = result["metrics"]
+    if "eval_win_rate" not in metrics or metrics["eval_win_rate_low"] > 0.5:
         return None
+    rate, low, high = (metrics[f"eval_win_rate{end}"] for end in ("", "_low", "_high"))
     learns = result["stage"] in TRAINED
     verdict = f"{'worse' if high < 0.5 else 'not better'} than {'before' if learns else 'the baseline'}"
     advice = "; try a higher trainer.learning_rate, or train longer" if learns and high >= 0.5 else ""

@@ -16,11 +16,12 @@ from pipeline import registry, run_folder
 from pipeline.run.launch import Recipe
 from pipeline.run.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.run.worker import Outcome, Worker
+from pipeline.run_folder import Result
 from pipeline.settle.work import Work
 from pipeline.system import storage, terminal
 
 
-def show_tables(result: dict[str, Any]) -> None:
+def show_tables(result: Result) -> None:
     """Prints the tables of evaluation.json, and the faults of the reward."""
     evaluation = storage.read_json(storage.join(result["folder"], run_folder.EVALUATION))
     tables = [subsets_table(subsets)] if (subsets := evaluation["pairs"].get("subsets")) else []
@@ -36,7 +37,7 @@ def show_tables(result: dict[str, Any]) -> None:
         terminal.say(f"\n{table}", result=True)
 
 
-def promote_policy(work: Work, result: dict[str, Any]) -> registry.Version | None:
+def promote_policy(work: Work, result: Result) -> registry.Version | None:
     """Moves the alias to the evaluated version, if the job has a gate and the metrics pass it."""
     versions = work.versions
     candidate = versions.get("policy") or versions.get("reward.0")
