@@ -382,11 +382,8 @@ def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
         raise unclear_label(row[name], name)
     record = parser(row, *keys[:-1])
     if record.untrained:
-        found, expected = (
-            "turns with weight 0 next to a label",
-            f"`{name}` alone, because the label applies only to the last turn",
-        )
-        raise RowError("weight", "+".join(keys[:-1]), found, expected)
+        expected = f"`{name}` alone, because the label applies only to the last turn"
+        raise RowError("weight", "+".join(keys[:-1]), "turns with weight 0 next to a label", expected)
     record.all_turns, record.labels = False, (label,)
     return record
 
