@@ -281,17 +281,6 @@ def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     assert isinstance(example, Example), "calls are no empty turn"
 
 
-def test_two_different_thoughts_of_a_message_are_an_error():
-    made = encoder("sft", template=THINKING)
-    for other, wrong in (("Three.", True), ("Two. ", False), ("", False)):
-        row = {"messages": [USER, {**BOT, "reasoning_content": "Two.", "thinking": other}]}
-        if wrong:
-            with pytest.raises(RowError, match="`reasoning_content` and `thinking` that differ"):
-                parse_row(row, made.kind)
-        else:
-            parse_row(row, made.kind)
-
-
 def test_a_second_system_prompt_that_the_template_drops_is_an_error():
     first = "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     systems = [{"role": "system", "content": words} for words in ("Be nice.", "Be brief.")]
