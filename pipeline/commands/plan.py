@@ -8,8 +8,9 @@ job does not fit into memory, the exit status is 1, and the message says which k
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pipeline import registry
@@ -43,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else list_local_gpus()
     work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
-    folders, notes = folders_of_adapters(job)
+    folders, notes = folders_of_adapters(job.inputs, tracking_of(job).uri, partial(pin_inputs, job))
     check_shapes(work, folders)
     loras = {name.split(".")[0]: adapter_files.describe_adapter(folder) for name, folder in folders.items()}
     planned = plan.make_plan(work, loras)
@@ -126,17 +127,24 @@ def gpus_with_label(selector: Mapping[str, str], names: Iterable[str]) -> list[s
     return [name for name in names if placement.matches_labels(gpu_labels, {placement.GPU_LABEL: name})]
 
 
-def folders_of_adapters(job: Job) -> tuple[dict[str, str], list[str]]:
-    """Returns {input: folder} of the adapters that a job names, and notes about adapters that could not be read."""
+def folders_of_adapters(
+    references: Mapping[str, str], uri: str, pin: Callable[[], tuple[Job, dict[str, str]]]
+) -> tuple[dict[str, str], list[str]]:
+    """Returns {input: folder} of the adapters that a job names, and notes about adapters that could not be read.
+
+    Args:
+        references: {input: reference in the job}.
+        uri: the MLflow store.
+        pin: returns the inputs with versions instead of aliases.
+    """
     assumption = "the sizes of all adapters are estimated from the section `lora`"
-    uri = tracking_of(job).uri
-    registered = any(InputURI.parse(ref).is_registered for ref in job.inputs.values())
+    registered = any(InputURI.parse(ref).is_registered for ref in references.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"no model is registered yet; {assumption}"]
     try:
         if registered:
             registry.check_reachable(uri)
-        _, inputs = pin_inputs(job)
+        _, inputs = pin()
         models = {name: ref for name, ref in inputs.items() if InputURI.parse(ref).is_model}
         folders = {name: registry.fetch(ref, uri) for name, ref in models.items()}
     except Exception as error:  # MLflow's store and the network raise errors of any type
