@@ -40,7 +40,7 @@ WORDS = {
         "name and base of the jobs; the profile whose jobs are copied (default: own); the columns of your rows; the reward of ppo",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more keys or sections"),
-    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more runs"),
+    "runs": ("RUN", "a run's folder, or its name under runs/", "RUN", "more runs"),
 }
 
 # Subcommands that run on this machine even if RAY_ADDRESS is set. These subcommands use models that the cluster has trained.

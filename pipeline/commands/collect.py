@@ -110,16 +110,10 @@ def random_order(seed: int, count: int) -> Iterator[int]:
 def training_rows(args: Collect, record: Record) -> list[dict[str, Any]]:
     """Returns the training rows that are made from a prompt and its samples."""
     row, selection = record["row"], select_samples(args, record["samples"])
-    if args.select == "best":
-        return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in selection]
-    if args.select == "labels":
+    if args.select in ("best", "labels"):
         return [
-            {
-                **row,
-                "completion": sample["completion"],
-                "score": sample["score"],
-                "label": is_good_sample(args, sample),
-            }
+            {**row, "completion": sample["completion"], "score": sample["score"]}
+            | ({"label": is_good_sample(args, sample)} if args.select == "labels" else {})
             for (sample,) in selection
         ]
     return [

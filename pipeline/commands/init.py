@@ -54,18 +54,6 @@ TAKES = {
 # {job: stage}, for jobs that train nothing. Each job in this table reads the same rows as its stage.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
-# {example in jobs/examples: columns that identify the example's rows}, for examples with a transform or with thresholds
-EXAMPLES = {
-    "rm/oasst": "message_tree_id prompt tree_state",
-    "rm/oasst_flat": "message_tree_id parent_id role text",
-    "rm/ultrafeedback_raw": "instruction completions models",
-    "rm/nectar": "prompt answers num_responses",
-    "rm/helpsteer": "prompt response helpfulness correctness",
-    "kto/red_team": "transcript rating task_description",
-    "sft/glaive": "system chat",
-    "sft/xlam": "query answers tools",
-    "sft/imdb": "review sentiment",
-}
 
 
 @dataclass(frozen=True)
@@ -110,16 +98,14 @@ def run(path: str, options: list[str]) -> None:
     sources = [source_of(item, for_eval, request.row_keys) for item, for_eval in splits_of(path)]
     check_readable(request, sources)
     shipped.copy_profile(request.profile)
-    if any("transform" in keys for source in sources for keys in source.stages.values()):
-        shipped.copy_profile("examples")
     request.folder.mkdir(parents=True, exist_ok=True)
     shipped.write_schema(request.folder.parent)
-    jobs = jobs_with_lengths(request, sources)
+    jobs = jobs_for(request, sources)
+    write_jobs(request, jobs)  # set_lengths and add_prompts load these jobs
+    set_lengths(request.folder, jobs)
     print_written(request, sources, jobs)
     add_prompts(request, sources, jobs)
     write_jobs(request, jobs)
-    if "dpo" in jobs and "collect" in jobs and "collect" not in request.existing:
-        write_rounds(request.folder, jobs["dpo"])
     print_next(request.folder, jobs)
 
 
@@ -187,29 +173,6 @@ def write_jobs(request: Request, jobs: dict[str, str]) -> None:
     for job, text in jobs.items():
         if job not in request.existing:
             (request.folder / f"{job}.yaml").write_text(text, encoding="utf-8")
-
-
-def jobs_with_lengths(request: Request, sources: list[RowSource]) -> dict[str, str]:
-    """Writes and returns the jobs, with lengths that fit the rows. Leaves out stages that cannot read any of their rows."""
-    unclear_stages = {
-        stage for source in sources for stage, keys in source.stages.items() if keys.get("label", 0) is None
-    }
-    while True:
-        jobs = jobs_for(request, sources)
-        write_jobs(request, jobs)
-        unreadable = set_lengths(request.folder, jobs) - request.existing.keys() - unclear_stages
-        write_jobs(request, jobs)
-        if not unreadable:
-            return jobs
-        for job in jobs.keys() - request.existing.keys():
-            (request.folder / f"{job}.yaml").unlink()
-        for source in sources:
-            for stage in unreadable:
-                source.stages.pop(stage, None)
-        if not jobs_for(request, sources).keys() - request.existing.keys():
-            if not request.existing:
-                request.folder.rmdir()
-            raise InputError(f"no stage can train on {request.path}; the warnings above say why")
 
 
 def print_written(request: Request, sources: list[RowSource], jobs: dict[str, str]) -> None:
@@ -292,8 +255,7 @@ def source_of(path: str, for_eval: bool, args: dict[str, Any]) -> RowSource:
             total = len(errors) + len(head)
             print(f"warning: {len(errors):,} of the first {total:,} rows cannot be read; {errors[0]}")
     rows = heads[0]
-    if stages := keys_of_example(rows[0]):
-        return RowSource(path, rows, stages, for_eval)
+    stages: dict[str, dict[str, Any]] = {}
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
     if not args.get("columns") and (problem := guess.unclear_label_note(rows)):
         print(f"warning: {path}: sft and kto will not use this file: {problem}")
@@ -316,18 +278,6 @@ def source_of(path: str, for_eval: bool, args: dict[str, Any]) -> RowSource:
         if "label" not in args and not guess.is_clear(columns, rows):
             stages[stage]["label"] = None
     return RowSource(path, rows, stages, for_eval)
-
-
-def keys_of_example(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {stage: keys of `data`} from the example in jobs/examples that has rows like `row`, or {} if no example matches."""
-    stages: dict[str, dict[str, Any]] = {}
-    for example, columns in EXAMPLES.items():
-        if {*columns.split()} <= row.keys():
-            stage, _, name = example.partition("/")
-            job = yaml.safe_load((shipped.JOBS / f"examples/{name}.yaml").read_text(encoding="utf-8"))
-            keys = {key: value for key, value in job["data"].items() if key != "train"}
-            stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
-    return stages
 
 
 def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:
@@ -474,10 +424,8 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 # ---- chat template, lengths and eval prompts ---------------------------------------------------------------------
 
 
-def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
+def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
     """Sets lengths in `jobs`, rounded up to multiples of 64 tokens, so that 99 % of the first rows fit.
-
-    Returns the stages that cannot read any of their rows.
 
     If rows have messages and the base has no chat template, all jobs get the built-in chat template. The template is then also
     applied to plain text, so that policy and reward model see the same format. If the tokenizer or a stage's rows cannot be read,
@@ -491,7 +439,7 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
         context = context_length(base_config(*source)) or 1 << 20
     except InputError as error:
         print(f"warning: the jobs keep the lengths of the profile: {error}")
-        return set()
+        return
     records: dict[str, list[tuple[Kind, Record]]] = {}
     for stage, job in stage_jobs.items():
         try:
@@ -504,16 +452,13 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> set[str]:
         for name in jobs:
             jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
     sizes: dict[str, tuple[int, int]] = {}  # {stage: tokens of prompts and of completions}
-    unreadable = set[str]()
     for stage, group in records.items():
         try:
             sizes[stage] = typical_lengths(stage, stage_jobs[stage].data, tokenizer, group, context)
         except InputError as error:
             print(f"warning: {stage}: {error}")
-            unreadable.add(stage)
     for name, text in jobs.items():
         jobs[name] = with_lengths(name, text, sizes, context)
-    return unreadable
 
 
 def with_lengths(name: str, text: str, sizes: dict[str, tuple[int, int]], context: int) -> str:
@@ -615,21 +560,6 @@ def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]
             row.pop("system", None)  # the prompt already contains the system prompt
         jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, rows)
         print(f"  {path}: {len(rows)} prompt{'s' * (len(rows) != 1)} from ppo's eval split, for evaluate")
-
-
-def write_rounds(folder: Path, dpo: str) -> None:
-    """Writes iterate.sh, a script that repeats collect, dpo and evaluate, for the jobs of `folder`.
-
-    Args:
-        dpo: text of the dpo job. This job may set columns that the rows of `collect` do not have.
-    """
-    text = (shipped.JOBS / "demo/iterate.sh").read_text(encoding="utf-8")
-    text = text.replace("jobs/demo/", f"{folder}/").replace("`make sft rm`", "the runs that collect needs")
-    if {*OF_ROWS} & {*yaml.safe_load(dpo)["data"]}:
-        null_keys = " ".join(f"data.{key}=null" for key in (*OF_ROWS, "eval"))
-        text = text.replace("data.train=", f"{null_keys} data.eval_fraction=0.1 \\\n    data.train=")
-    (folder / "iterate.sh").write_text(text, encoding="utf-8")
-    print(f"  {folder}/iterate.sh: rounds of collect, dpo and evaluate")
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:

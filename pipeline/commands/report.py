@@ -2,8 +2,8 @@
 
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
-RUN is a run's folder, its name under runs/, or its MLflow id. The report about one run is written into the run's folder. The
-report about several runs is written into `report` in the last run's folder. Runs of the same stage are drawn in the same plots.
+RUN is a run's folder, or its name under runs/. The report about one run is written into the run's folder. The report about
+several runs is written into `report` in the last run's folder. Runs of the same stage are drawn in the same plots.
 """
 
 from pipeline import report
@@ -20,8 +20,8 @@ def run(name: str, others: list[str]) -> str:
         )
     try:
         runs = [report.read_run(reference) for reference in references]
-        folder = runs[0].folder if len(runs) == 1 else None
-        path = report.write_page(runs, folder or storage.join(runs[-1].folder or "runs", "report"))
+        folder = runs[-1].folder
+        path = report.write_page(runs, folder if len(runs) == 1 else storage.join(folder, "report"))
     except InputError:
         raise
     except Exception as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.data.formats import Kind, Record
-from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts_of_turn
+from pipeline.data.messages import SIDES, Text, Turns, as_turns, shared_length, thoughts_of_turn
 from pipeline.data.template import ChatTemplate, Span, contains_after, without_tokens
 from pipeline.data.values import Dropped, RowError, show_json
 from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
@@ -94,8 +94,9 @@ class Encoder:
             elif marks_tokens:
                 outcomes.append([self._labelled(next(encodings), *item)])
             else:
-                examples = [self._fit(record, i, [next(ids) for _ in pair]) for i, pair in enumerate(item)]
-                outcomes.append(self._distinct(examples))
+                outcomes.append(
+                    [self._fit(record, i, [next(ids) for _ in pair]) for i, pair in enumerate(item)]
+                )
         return outcomes
 
     def special_in(self, record: Record) -> list[str]:
@@ -178,7 +179,7 @@ class Encoder:
                 chat = self.chat.of_row(record.tools, record.template_kwargs)
                 pairs = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
                 wholes = [pairs[0][0] if pairs else chat.render_prompt(prompt), *(text for _, text in pairs)]
-                self._note_unseen(record, chat, prompt, wholes[0], True)
+                self._note_unseen(record, prompt, wholes[0])
             texts.append([(whole, escaping) for whole in wholes])
         return texts
 
@@ -222,24 +223,6 @@ class Encoder:
             self.kind.completions != "learned" or completion[-1] in self.ends,
         )
 
-    def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Replaces two consecutive examples that differ only in their label with one Dropped.
-
-        Truncation can make the completions of a pair equal."""
-        distinct: list[Outcome] = []
-        for outcome in outcomes:
-            previous = distinct[-1] if distinct else None
-            columns = [
-                example.columns
-                for example in (previous, outcome)
-                if isinstance(example, Example) and "label" in example.columns
-            ]
-            if len(columns) == 2 and columns[0] | {"label": None} == columns[1] | {"label": None}:
-                distinct[-1] = Dropped("equal_after_truncation")
-            else:
-                distinct.append(outcome)
-        return distinct
-
     # ---- demonstrations ----------------------------------------------------------------------------------------
 
     def _spans(self, record: Record) -> tuple[Rendered, list[Span], bool]:
@@ -254,28 +237,18 @@ class Encoder:
         if not contains_after(text, prompt[-1]["content"].strip()):
             # Raises RowError if the template drops or changes the last turn of the prompt.
             chat.render_prompt(prompt)
-        self._note_unseen(record, chat, turns, text, False)
+        self._note_unseen(record, turns, text)
         return (text, escaping), spans, len(turns) - 1 not in record.untrained
 
     @staticmethod
-    def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, prompted: bool) -> None:
-        """Adds thoughts of earlier turns (as in Qwen3) and other keys to `record.unread` if the chat template omits them.
+    def _note_unseen(record: Record, turns: Turns, text: str) -> None:
+        """Adds thoughts of earlier turns to `record.unread` if the chat template omits them (as in Qwen3).
 
         Args:
             text: the turns, as the template renders them.
-            prompted: whether the text ends with a generation prompt.
         """
-        unseen = (
-            []
-            if all(contains_after(text, thoughts_of_turn(turn)) for turn in turns)
-            else ["thoughts before the last turn"]
-        )
-        keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
-        for key in sorted(keys):  # the template may use the key's name for another purpose
-            reduced = [{name: value for name, value in turn.items() if name != key} for turn in turns]
-            if chat.render(reduced, prompted) == text:
-                unseen.append(f"messages[].{key}")
-        record.unread = tuple(dict.fromkeys([*record.unread, *unseen]))
+        if not all(contains_after(text, thoughts_of_turn(turn)) for turn in turns):
+            record.unread = tuple(dict.fromkeys([*record.unread, "thoughts before the last turn"]))
 
     def _labelled(self, encoding: Any, text: Rendered, spans: list[Span], trains_end: bool) -> Outcome:
         """Returns the example of a rendered text. `labels` has the ids of trained tokens, and -100 for all other tokens."""

@@ -166,6 +166,14 @@ def open_bytes(path: str) -> Any:
         raise unreadable_file(path, error) from error
 
 
+def map_file(path: str) -> Any:
+    """Opens a file for random access. A local file is memory-mapped, so it is not copied into memory."""
+    import pyarrow as pa
+
+    fs, inner = storage.filesystem(path)
+    return fs.open_input_file(inner) if storage.is_remote(path) else pa.memory_map(inner)
+
+
 def unreadable_file(path: str, error: OSError) -> InputError:
     return InputError(f"data: {path} cannot be read: {error}")
 

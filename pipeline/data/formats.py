@@ -45,7 +45,6 @@ from pipeline.data.values import (
     parse_json,
     show_json,
     suggest_key,
-    too_deep,
 )
 from pipeline.input_uri import InputURI
 from pipeline.job.stages import row_kind_of
@@ -382,11 +381,8 @@ def parse_rated(row: Row, parser: Parser, keys: tuple[str, ...]) -> Record:
         raise unclear_label(row[name], name)
     record = parser(row, *keys[:-1])
     if record.untrained:
-        found, expected = (
-            "turns with weight 0 next to a label",
-            f"`{name}` alone, because the label applies only to the last turn",
-        )
-        raise RowError("weight", "+".join(keys[:-1]), found, expected)
+        expected = f"`{name}` alone, because the label applies only to the last turn"
+        raise RowError("weight", "+".join(keys[:-1]), "turns with weight 0 next to a label", expected)
     record.all_turns, record.labels = False, (label,)
     return record
 
@@ -430,17 +426,9 @@ def parse_benchmark(row: Row, prompt_key: str, *sides: str) -> Record:
     else:
         name = "reward_bench_2" if "num_correct" in row else "best_of_k"
         subset = row.get("subset", "all")
-        if (number := row.get("num_correct", len(good))) != len(good):
-            found = f"{show_json(number)} and {len(good)} completions in chosen"
-            raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
-    completions, correct = good + bad, len(good)
     prompt = prompt_in(row, prompt_key)
-    pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
-    for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
-        if any(comparable_text(text) == comparable_text(good) for (good,) in pairs[:correct]):
-            found = f"a correct completion: {show_json(value)}"
-            raise RowError("equal_pair", key, found, "a different completion")
-    facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
+    pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in good + bad]
+    facts = {"benchmark": name, "subset": subset, "correct": len(good), "completions": len(pairs)}
     other_columns = {key: value for key, value in row.items() if key not in (prompt_key, *sides)}
     return Record(prompt, pairs, row=as_json({**other_columns, "prompt": prompt, **facts}))
 
@@ -517,13 +505,6 @@ def kind_of(stage: str) -> Kind:
 
 def parse_row(row: Any, kind: Kind) -> Record:
     """Parses a decoded JSON row. Raises RowError without file and line. The caller adds file and line."""
-    try:
-        return _parse(row, kind)
-    except RecursionError:
-        raise too_deep() from None
-
-
-def _parse(row: Any, kind: Kind) -> Record:
     formats = f"one of {' | '.join(kind.formats)} (stage {kind.stage})"
     if not isinstance(row, dict):
         raise RowError("not_object", "", show_json(row), f"a JSON object with {formats}")

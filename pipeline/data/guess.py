@@ -45,7 +45,7 @@ from pipeline.data.labels import (
     unpacked_label,
     without_blanks,
 )
-from pipeline.data.messages import ROLES, tool_schemas
+from pipeline.data.messages import ROLES
 from pipeline.data.reshape import Preprocess, value_at
 from pipeline.data.values import Dropped, RowError, how_to_set, some_keys
 from pipeline.errors import InputError, escape_controls
@@ -88,10 +88,6 @@ def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
             parse_row(rows[0], kind)
         except RowError as error:
             return str(replace(error, file=file, line=1))
-    for name in sorted(_questions(rows[:LOOKED])):
-        if any("'rank':" in str(row.get(name)) for row in rows[:LOOKED]):
-            advice = "convert the ranking to chosen and rejected with data.transform"
-            return f"{head}; `{name}` is a ranking in Argilla's format; {advice}"
     if _are_messages(_columns(rows[:LOOKED])):
         advice = "combine the rows into conversations with data.group_by=COLUMN and data.transform"
         return f"{head}; each row is one message; {advice}"
@@ -179,9 +175,6 @@ def guess_columns(rows: Rows, kind: Kind) -> dict[str, Any] | None:
         labels = _labels(free, rated)
         if labels and labels[0] not in LABEL_FIELDS:
             guess |= {"label": _with_twins(labels[0], free)}
-    if stage in ("sft", "ppo") and "tools" not in rows[0]:
-        tools = [name for name, values in free.items() if any(map(_is_tools, values))]
-        guess |= {"tools": tools[0]} if tools else {}
     return guess
 
 
@@ -277,12 +270,6 @@ def _columns(rows: Rows) -> dict[str, Values]:
     return {name: values for name, values in columns.items() if values}
 
 
-def _is_tools(value: Any) -> bool:
-    with contextlib.suppress(RowError):  # tool_schemas rejects lists in Python's notation
-        return all("function" in tool for tool in tool_schemas(value) or [{}])
-    return False
-
-
 def _texts(columns: Mapping[str, Values]) -> list[str]:
     """Returns the columns that contain texts, or lists other than lists of labels."""
 
@@ -290,7 +277,7 @@ def _texts(columns: Mapping[str, Values]) -> list[str]:
         lists = any(isinstance(value, list) for value in values) and not are_labels(values)
         return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
 
-    return [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
+    return [name for name, values in columns.items() if is_text(values)]
 
 
 def _questions(rows: Rows) -> set[str]:

@@ -3,7 +3,7 @@
 data.label defines the meaning of each label value. Without data.label, a rule is derived from the labels of the first rows, if
 these labels are unambiguous. Unambiguous labels are numbers from 1 to 2 (1.5 is a tie), `tie`, and words such as a and b, or
 model_a and model_b. Labels 0 and 1 are ambiguous, because 1 may be the number of the better completion, or mean that the first
-completion is better. Column names such as response_0, response_1 and better_response_id resolve this ambiguity.
+completion is better.
 """
 
 import contextlib
@@ -37,8 +37,6 @@ MEANINGS = ("first", "second", "tie", "good", "bad")
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 MAX_VALUES = 12  # maximum number of distinct values of a label column
 RARE = 0.05  # unknown texts are errors of single rows up to this fraction of the labels
-# A label is the number of a completion if its column has one of these words in the name, as in better_response_id.
-NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
 # ---- one value -------------------------------------------------------------------------------------------------------
@@ -242,8 +240,6 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if scale and 1 <= scale[0] < 1.5 < scale[-1] <= 2 and sides <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
-    if scale and {*scale} <= {0.0, 1.0} and sides <= {"tie"} and _number_completions(columns):
-        return Rule((0.0,), (1.0,), derived=True)
     if not scale and sides and None not in sides and ({"first", "second"} <= sides or not doubtful):
         return Rule(derived=True)
     distinct = {normalize_label(label): label for label in scalars}
@@ -260,14 +256,3 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
         f"another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )
-
-
-def _number_completions(columns: Mapping[str, Any]) -> bool:
-    """Returns True if the column names suggest that the label is the number of a completion.
-
-    Examples of such column names are response_0, response_1 and better_response_id.
-    """
-    first, second = columns.get("first", ""), columns.get("second", "")
-    zeros = re.finditer(r"(?<!\d)0(?!\d)", first)
-    numbered = any(first[: match.start()] + "1" + first[match.end() :] == second for match in zeros)
-    return numbered and all(NUMBER_OF.search(column) for column in as_list(columns.get("label", "label")))

@@ -128,11 +128,6 @@ def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
     return parsed if isinstance(parsed, list) else value
 
 
-def is_printed_list(text: Any) -> bool:
-    """Returns True for a list of texts as Python or numpy prints it, such as `['a', 'b']` and `['a' 'b']`."""
-    return isinstance(text, str) and bool(re.fullmatch(_LIST, text.strip(), re.DOTALL))
-
-
 def unpack_messages(field: str, value: Any) -> Any:
     """Parses messages in a JSON text, as in CSV files, and converts other forms of dialogues. Returns other values unchanged."""
     if field in ("messages", "conversations"):
@@ -180,10 +175,6 @@ def parse_message(item: Any, key: str) -> Message:
         content = ""
     if isinstance(content, list):
         content = "".join(part_text(part, f"{key}.{text_key}[{i}]") for i, part in enumerate(content))
-    keys = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
-    if len({item[name].strip() for name in keys}) > 1:  # the template would render only one of these texts
-        found = f"`{keys[0]}` and `{keys[1]}` that differ"
-        raise RowError("thoughts_differ", key, found, "all thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": require_text(content, f"{key}.{text_key}")}
     if calls:
         turn["tool_calls"] = calls

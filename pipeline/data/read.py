@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.data.chunks import FileChunk, plan_chunks
 from pipeline.data.counts import Counts, RowsDigest, of_split, sum_counts
-from pipeline.data.files import File, find_files
+from pipeline.data.files import File, find_files, map_file
 from pipeline.data.formats import kind_of
 from pipeline.data.mixture import Mixture, mix_sources
 from pipeline.data.preview import resolve_labels, source_kinds
@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 17  # version of the parts; increase it if the same rows now produce different tokens or reports
+VERSION = 18  # version of the parts; increase it if the same rows now produce different tokens or reports
 SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, which takes seconds to start
 
 
@@ -71,10 +71,6 @@ def prepare_rows(
     begin = time.monotonic()
     unread = dict[str, str]()
     files, options = plan_reading(stage, data, tokenizer, context_length, packing, unread)
-    if not files:
-        raise InputError(
-            f"stage {stage} needs rows; set data.train, e.g. data.train=rows.jsonl", key="data.train"
-        )
     key = cache_key(files, tokenizer, options)
     folder = storage.join(storage.absolute(cache_root), key[:32])
     manifest = read_manifest(folder)
@@ -84,7 +80,7 @@ def prepare_rows(
             chunk
             for split, listing in files.items()
             for file in listing
-            for chunk in plan_chunks(file, split, options.kind_in(split, file.source))
+            for chunk in plan_chunks(file, split, options.kinds[split][file.source])
         ]
         storage.require_writable(folder, "data.cache_dir", "./cache")
         on_ray = not ray_for_rows or sum(file.size for listing in files.values() for file in listing) > SMALL
@@ -270,10 +266,13 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
     """Returns the manifest of a complete cache folder, or None if the folder is unfinished, damaged or incomplete."""
+    import pyarrow as pa
+
     try:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
-            _opened(storage.join(folder, name))  # reads the end of the file, to detect a truncated file
+            # reads the end of the file, to detect a truncated file
+            pa.ipc.open_file(map_file(storage.join(folder, name)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the caller tokenizes the rows again
         return None
     return manifest
@@ -297,17 +296,9 @@ def _read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> I
     import pyarrow as pa
 
     for index in batch["id"]:
-        part = _opened(names[int(index)])
+        part = pa.ipc.open_file(map_file(names[int(index)]))
         for number in range(part.num_record_batches):
             yield pa.Table.from_batches([part.get_batch(number)]).select(columns)
-
-
-def _opened(path: str) -> Any:
-    """Returns a reader of a part. A local file is memory-mapped, so rows are loaded on demand."""
-    import pyarrow as pa
-
-    fs, inner = storage.filesystem(path)
-    return pa.ipc.open_file(fs.open_input_file(inner) if storage.is_remote(path) else pa.memory_map(inner))
 
 
 def to_hf(shard: Any, fingerprint: str) -> Any:

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from pipeline.data.annotations import flatten_annotation
-from pipeline.data.labels import Rule, as_list, is_blank, normalize_label, parse_score, unpacked_label
+from pipeline.data.labels import Rule, as_list, parse_score, unpacked_label
 from pipeline.data.values import Dropped, RowError, fields_of, parse_json, row_json, show_json, suggest_key
 from pipeline.errors import in_brief
 from pipeline.system.functions import import_function
@@ -154,19 +154,12 @@ class Preprocess:
         else:
             return row
         if note_label and meaning != "unlabeled" and "first_score" not in row:
-            self._note(row["label"], meaning, note_label)
+            label = unpacked_label(row["label"])
+            column = ", ".join(as_list(self.columns.get("label", "label")))
+            word = "neither" if rule.good and meaning == "tie" else meaning
+            value = word if isinstance(label, list) else str(label).strip()[:40]
+            note_label(column, word if value.lower() == word else f"{value} = {word}")
         return Dropped(meaning) if meaning in ("tie", "unlabeled") else changed
-
-    def _note(self, label: Any, meaning: str, note_label: NoteLabel) -> None:
-        """Passes the meaning of a label to `note_label`, and, for several annotators, whether they agree."""
-        label, column = unpacked_label(label), ", ".join(as_list(self.columns.get("label", "label")))
-        word = "neither" if self.rule and self.rule.good and meaning == "tie" else meaning
-        value = word if isinstance(label, list) else str(label).strip()[:40]
-        note_label(column, word if value.lower() == word else f"{value} = {word}")
-        votes = [normalize_label(vote) for vote in as_list(label) if not is_blank(vote)]
-        if len(votes) > 1:
-            agreed = "unanimous" if votes.count(votes[0]) == len(votes) else "not unanimous"
-            note_label(f"{column}, {len(votes)} annotators", agreed)
 
 
 NOTHING = Preprocess()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from pipeline.data.files import unreadable_file
+from pipeline.data.files import map_file, unreadable_file
 from pipeline.data.text_rows import Row, repeated_column
 from pipeline.data.values import RowError, parse_json
 from pipeline.errors import in_brief
@@ -35,7 +35,7 @@ def split_table_file(path: str, format: str, size: int, chunk_bytes: int) -> lis
         return whole  # an Arrow stream does not store the positions of its batches
     pieces: list[Piece] = []
     start = stop = pending = 0
-    with contextlib.suppress(*_damage()), _opened(path) as file:
+    with contextlib.suppress(*_damage()), map_file(path) as file:
         for rows, group_bytes, _ in _groups(file, format):
             stop, pending = stop + rows, pending + group_bytes
             if pending >= chunk_bytes:
@@ -52,7 +52,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     """
     number = position = 0
     try:
-        with _opened(path) as file:
+        with map_file(path) as file:
             for size, _, read_batches in _groups(file, format):
                 # Read one row group at a time, so that an error names the row at which the damage begins.
                 for batch in read_batches() if start <= position and (stop < 0 or position < stop) else ():
@@ -76,16 +76,6 @@ def _damage() -> tuple[type[Exception], ...]:
     import pyarrow as pa
 
     return pa.ArrowException, OSError
-
-
-def _opened(path: str) -> Any:
-    """Opens a file for random access. A local file is memory-mapped, so it is not copied into memory."""
-    import pyarrow.fs as pafs
-
-    if storage.is_remote(path):
-        fs, inner = storage.filesystem(path)
-        return fs.open_input_file(inner)
-    return pafs.LocalFileSystem(use_mmap=True).open_input_file(storage.absolute(path))
 
 
 def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Iterator[Any]]]]:

@@ -10,7 +10,7 @@ import pickle
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.chunks import FileChunk, chunk_rows, locate_errors
@@ -39,15 +39,9 @@ class Options:
     eval_fraction: float
     seed: int
     packing: bool
-    parse_special_tokens: bool = False
-    # {split: kind of the rows in each source}
-    kinds: Mapping[str, Sequence[Kind]] = field(default_factory=dict)
-    deduplicate: bool = False
-
-    def kind_in(self, split: str, source: int) -> Kind:
-        """Returns the kind of the rows of a source."""
-        sources = self.kinds.get(split, ())
-        return sources[source] if sources else self.kind
+    parse_special_tokens: bool
+    kinds: Mapping[str, Sequence[Kind]]  # {split: kind of the rows in each source}
+    deduplicate: bool
 
     def cache_parts(self) -> list[tuple[str, Any]]:
         """Returns the settings for the cache key. A Kind cannot be hashed, so they have its stage and preprocessing instead."""
@@ -125,7 +119,7 @@ def tokenize_chunk(
 def encoder_of(tokenizer: Any, options: Options, chunk: FileChunk | None = None) -> Encoder:
     return Encoder(
         tokenizer,
-        options.kind_in(chunk.split, chunk.source) if chunk else options.kind,
+        options.kinds[chunk.split][chunk.source] if chunk else options.kind,
         options.max_length,
         options.overlong,
         options.apply_template,

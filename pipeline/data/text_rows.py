@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.data.files import open_bytes
-from pipeline.data.values import RowError, fields_of, read_json, read_value, show_json, too_deep
+from pipeline.data.values import RowError, fields_of, read_json, read_value, show_json
 
 BLOCK = 1 << 20  # bytes to read at a time
 ROW = 64 << 20  # maximum characters of a CSV field
@@ -71,8 +71,6 @@ def decode_line(line: bytes) -> Any:
     except json.JSONDecodeError as error:
         found = f"{show_json(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
-    except RecursionError:
-        return too_deep()
 
 
 # ---- a JSON array ----------------------------------------------------------------------------------------------------
@@ -91,14 +89,12 @@ def array_rows(stream: Any) -> Iterator[Row]:
         text = caught.doc[caught.pos :][:40]
         found = f"{show_json(text) if text else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
         error = RowError("not_json", "", found, "one JSON array of objects, with a comma between them")
-    except RecursionError:
-        error = too_deep()
     error.rest = REST
     yield number + 1, error, b""
 
 
 def array_elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
-    """Yields (value, bytes of the value) for each element. Raises JSONDecodeError, UnicodeDecodeError and RecursionError."""
+    """Yields (value, bytes of the value) for each element. Raises JSONDecodeError and UnicodeDecodeError."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, position, block, final = "", 0, BLOCK, False
     due = "["  # the bracket or comma before the next element

@@ -62,7 +62,7 @@ class Dropped:
 
 
 def check_values(value: Any, name: str = "") -> None:
-    """Raises RowError for a number that is not finite or text that is not Unicode, and RecursionError for deep nesting."""
+    """Raises RowError for a number that is not finite, or text that is not Unicode."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -83,8 +83,8 @@ def check_values(value: Any, name: str = "") -> None:
 # An integer of 400 or more digits becomes an infinite float, which check_values rejects. int() raises ValueError above 4,300
 # digits.
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
-read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError or RecursionError
-read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises JSONDecodeError or RecursionError
+read_json = _JSON.decode  # f(text) -> value; raises JSONDecodeError
+read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises JSONDecodeError
 
 
 def parse_json(value: Any) -> Any:
@@ -116,10 +116,6 @@ def as_json(row: dict[str, Any]) -> str:
     """Returns a row as JSON for Python rewards, with null for non-finite numbers and "?" for half a surrogate pair."""
     text = row_json(row).encode(errors="replace")
     return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
-
-
-def too_deep() -> RowError:
-    return RowError("nested", "", "hundreds of nested lists and objects", "a flatter row")
 
 
 # ---- texts of errors -------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def estimate_rows(work: Sections, context: int | None) -> tuple[Rows | None, str
         files, options = plan_reading(work.identity.stage, replace(work.data, eval=None), tokenizer, context)
         sources: list[list[FileChunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
-            for chunk in plan_chunks(file, "train", options.kind_in("train", file.source), CHUNK):
+            for chunk in plan_chunks(file, "train", options.kinds["train"][file.source], CHUNK):
                 sources[chunk.source].append(chunk)
         samples = [chunks[:: max(1, -(-len(chunks) * len(sources) // CHUNKS))] for chunks in sources]
         if any(chunk.size > MAX_UNSPLITTABLE for chunks in samples for chunk in chunks):

@@ -16,7 +16,6 @@ from pipeline.registry.runs import (
     mlflow_run,
     nested_under,
     read_curves,
-    read_mlflow_run,
 )
 from pipeline.registry.store import (
     Tracking,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import run_folder
-from pipeline.errors import InputError, LeaseLost, causes_of, error_summary
+from pipeline.errors import LeaseLost, causes_of
 from pipeline.job.identity import Identity
 from pipeline.registry import store
 from pipeline.registry.store import Tracking
@@ -168,31 +168,6 @@ def read_curves(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
         points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
         curves[name] = sorted({point.step: point.value for point in points}.items())
     return curves
-
-
-def read_mlflow_run(uri: str, run_id: str) -> dict[str, Any]:
-    """Reads name, stage, status, folder, job and result of a run from MLflow. A missing job or result is {}."""
-    try:
-        store.check_reachable(uri)
-        mlflow = store.client(uri)
-        run = mlflow.get_run(run_id)
-        stage = run.data.tags["stage"]  # raises KeyError if another program made the run
-    except Exception as error:  # the database driver and the network raise many types of errors
-        problem = f"cannot find this run in {uri} ({error_summary(error)}); name the run's folder, or set MLFLOW_TRACKING_URI to its server"
-        raise InputError(f"{run_id}: {problem}") from error
-    paths = {file.path for file in mlflow.list_artifacts(run_id)}
-
-    def content(file: str) -> dict[str, Any]:
-        return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in paths else {}
-
-    return {
-        "name": run.info.run_name,
-        "status": run.info.status,
-        "stage": stage,
-        "folder": run.data.tags.get(RUN_TAG),
-        "job": content(run_folder.JOB),
-        "result": content(run_folder.RESULT),
-    }
 
 
 def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Writes a report about one or more runs, as one self-contained HTML page.
 
-    python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
+    python -m pipeline report RUN [RUN ...]       # folders, or names under runs/
 
 At the end of each run, the report is stored in the run's folder and in MLflow, unless run.report is false.
 """

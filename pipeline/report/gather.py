@@ -25,10 +25,8 @@ class ReportedRun:
     stage: str
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
-    folder: str | None  # None if only MLflow knows the run
-    result: run_folder.Result = field(
-        default_factory=run_folder.Result
-    )  # content of result.json, or {} if not finished
+    folder: str
+    result: run_folder.Result = field(default_factory=run_folder.Result)  # {} if the run has not finished
     history: History = field(default_factory=dict)
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (stage rm)
     doubtful: list[dict[str, Any]] = field(default_factory=list)  # pairs with the lowest margins (stage rm)
@@ -87,16 +85,14 @@ def read_run(reference: str, runs: str = "runs") -> ReportedRun:
     """Reads a run. Raises InputError if the run does not exist.
 
     Args:
-        reference: the run's folder, the path of its result.json or report.html, its name in the folder `runs`, or its MLflow id.
+        reference: the run's folder, the path of its result.json or report.html, or its name in the folder `runs`.
     """
     path = re.sub(r"/+(result\.json|report\.html)?$", "", reference)
     storage.reach(path)
     for folder in [path] if storage.is_remote(path) else [path, storage.join(runs, path)]:
         if storage.exists(storage.join(folder, run_folder.JOB)):
             return _from_folder(storage.absolute(folder))
-    if re.fullmatch(r"[0-9a-f]{32}", reference):
-        return _from_mlflow(reference, runs)
-    expected = f"expected a folder with {run_folder.JOB}, a name under {runs}/, or an MLflow run id"
+    expected = f"expected a folder with {run_folder.JOB}, or a name under {runs}/"
     raise InputError(f"{reference}: no run; {expected}; the newest runs are {newest_runs(runs)}")
 
 
@@ -129,27 +125,12 @@ def _from_folder(folder: str) -> ReportedRun:
     return run
 
 
-def _from_mlflow(run_id: str, runs: str) -> ReportedRun:
-    """Reads a run from MLflow. Used if only the MLflow run id is known, because the run's folder may be on another machine."""
-    uri = registry.uri_of(None, runs)
-    entry = registry.read_mlflow_run(uri, run_id)
-    folder = entry["folder"]
-    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/{run_folder.JOB}"):
-        return _from_folder(folder)
-    state = {"FINISHED": "finished", "FAILED": "failed"}.get(entry["status"], "unfinished")
-    run = ReportedRun(
-        entry["name"], entry["stage"], state, entry["job"], None, entry["result"], run_id=run_id, uri=uri
-    )
-    _add_curves(run)
-    return run
-
-
 def _add_curves(run: ReportedRun) -> None:
     """Adds the curves to a run, or a note if the MLflow store cannot be read."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
-        run.run_id = run.run_id or registry.find_run(run.uri, str(run.folder))
+        run.run_id = run.run_id or registry.find_run(run.uri, run.folder)
         if run.run_id:
             run.history = registry.read_curves(run.uri, run.run_id)
     except Exception as error:  # the database driver and the network raise many types of errors

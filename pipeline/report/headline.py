@@ -1,19 +1,13 @@
 """Selects what the top of a report shows: cards with a run's most important metrics, and a list of facts."""
 
 from pipeline.job.stages import headline_metrics
-from pipeline.metrics import Metric, find_metric
+from pipeline.metrics import Metric
 from pipeline.report import preferences
 from pipeline.report.gather import ReportedRun
 from pipeline.run.summary import how_it_ended
 from pipeline.system import prices
 from pipeline.system.terminal import duration
 from pipeline.text import number
-
-# (stage, metric) for the cards of a report about several runs, most important first
-OVERVIEW = (
-    ("rm", "eval_accuracy"), ("dpo", "eval_rewards/accuracies"), ("kto", "eval_rewards/margins"), ("ppo", "eval_judge"),
-    ("ppo", "eval_reward"), ("evaluate", "eval_judge_win_rate"), ("ppo", "eval_kl"),
-)  # fmt: skip
 
 
 def cards_of_run(run: ReportedRun) -> list[dict[str, str]]:
@@ -30,15 +24,14 @@ def cards_of_run(run: ReportedRun) -> list[dict[str, str]]:
 
 
 def cards_of_runs(runs: list[ReportedRun]) -> list[dict[str, str]]:
-    """Returns the cards of several runs: at most five metrics, and the total wall-clock time."""
-    newest = {run.stage: run for run in runs}
+    """Returns the cards of several runs: the first metric of each stage, and the total wall-clock time."""
     cards = []
-    for stage, name in OVERVIEW:
-        if stage in newest and name in newest[stage].metrics and (metric := find_metric(name, stage)):
-            card = _card(newest[stage], metric)
+    for stage, run in {run.stage: run for run in runs}.items():
+        for metric in headline_metrics(stage, run.metrics)[:1]:
+            card = _card(run, metric)
             cards.append({**card, "label": f"{stage}: {card['label']}"})
     seconds = sum(run.result.get("seconds", 0.0) for run in runs)
-    return [*cards[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
+    return [*cards, {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
 def _card(run: ReportedRun, metric: Metric) -> dict[str, str]:

@@ -19,8 +19,6 @@ from pipeline.report.gather import ReportedRun
 from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
 
-MAX_PANELS_WITHOUT_HEADINGS = 8
-
 
 def render_page(runs: list[ReportedRun]) -> str:
     """Returns the HTML of the report."""
@@ -108,15 +106,10 @@ def group_png(runs: dict[str, ReportedRun], group: str) -> bytes:
 
 
 def groups_for_template(run: ReportedRun, anchor: str) -> list[dict[str, Any]]:
-    """Returns the groups of drawings of a run for the template. If a run has few curves, they form one group."""
-    groups = grouped_drawings({"": run})
-    curves = {name: groups.pop(name) for name in GROUPS if name in groups}
-    curve_drawings = [drawing for _, drawings in curves.values() for drawing in drawings]
-    if curve_drawings and len(curve_drawings) <= MAX_PANELS_WITHOUT_HEADINGS:
-        curves = {"curves": ("Curves", curve_drawings)}
+    """Returns the groups of drawings of a run for the template."""
     return [
         {"question": question, "panels": _panels(drawings, f"{anchor}-{name}")}
-        for name, (question, drawings) in (groups | curves).items()
+        for name, (question, drawings) in grouped_drawings({"": run}).items()
     ]
 
 

@@ -11,7 +11,7 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.commands import shipped, validate
-from pipeline.commands.init import EXAMPLES, TAKES
+from pipeline.commands.init import TAKES
 from pipeline.job import load_job
 from pipeline.settle.inputs import check_paths
 
@@ -126,25 +126,6 @@ def test_the_jobs_fit_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
     job = init(rows(here / "pairs.jsonl", plain_pairs(20)))("pairs", "ppo")
     assert job.trainer["total_episodes"] == episodes
     assert job.scaling["use_gpu"] is job.trainer["bf16"] is bool(gpu)
-
-
-CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn.tool_calls | default("") }}
-{%- if turn.role == "assistant" %}{{ eos_token }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_rows_in_the_format_of_an_example_get_the_keys_of_the_example(name, here):
-    stage, _, example = name.partition("/")
-    (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
-    model = shutil.copytree(MODEL, here / "model")
-    (model / "chat_template.jinja").write_text(CALLS)  # the chat template of the demo ignores tool calls
-    ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
-    theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
-    assert ours.train == str(path) and (theirs.transform or theirs.label)
-    for key in ("columns", "label", "transform", "group_by"):
-        assert getattr(ours, key) == getattr(theirs, key)
-    assert (here / f"jobs/examples/{example}.yaml").exists() == bool(theirs.transform)
 
 
 def test_unreadable_rows_are_reported(here, capsys):
@@ -346,33 +327,12 @@ def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
     shown = capsys.readouterr().out
     assert "wrote jobs/vet: rm, dpo, kto, ppo, score, evaluate, collect\n" in shown
     assert "  not changed: export, generate, serve, sft\n" in shown
-    assert "  jobs/vet/iterate.sh: rounds of collect, dpo and evaluate\n" in shown
     assert (here / "jobs/vet/sft.yaml").read_text() == edited
     dpo = load_job("jobs/vet/dpo.yaml")
     assert (dpo.policy, dpo.model.name_or_path) == ("models:/vet-sft@champion", MODEL)
     assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
     assert main(["init", "ratings.jsonl", "--name", "vet"]) == 2
     assert "jobs/vet already has a job for each stage that can train on these rows" in capsys.readouterr().err
-
-
-def test_a_stage_that_can_read_none_of_its_rows_gets_no_job(here, capsys):
-    """The chat template drops the only difference between chosen and rejected completions, so rm, dpo and kto get no job."""
-    ask = [{"role": "user", "content": "Say it."}]
-    sides = [
-        [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
-    ]
-    init(rows(here / "pairs.jsonl", [{"chosen": sides[0], "rejected": sides[1]}] * 20))
-    assert [path.name for path in (here / "jobs/pairs").iterdir()] == ["ppo.yaml"]
-    assert "warning: rm: none of the first rows of 'pairs.jsonl' can be read: " in capsys.readouterr().out
-
-
-def test_rows_that_no_stage_can_read_create_no_folder(here, capsys):
-    shutil.copytree(MODEL, here / "base")
-    (here / "base/chat_template.jinja").write_text("{{ raise_exception('no such turn') }}")
-    rows(here / "chats.jsonl", talks(30))
-    assert main(["init", "chats.jsonl", "--model", "base"]) == 2
-    assert "no stage can train on chats.jsonl" in capsys.readouterr().err
-    assert not (here / "jobs/chats").exists()
 
 
 @pytest.mark.parametrize(
@@ -419,8 +379,3 @@ def test_every_job_loads_for_any_rows_and_base(kinds, template, here):
         check_paths(job)
         if stage in TAKES:
             assert validate.run(job)["splits"]["train"]["kept"] >= 20
-    script = here / "jobs/vet/iterate.sh"
-    assert script.exists() == (kinds == "all")
-    if script.exists():  # dpo reads the columns that `collect` writes
-        keys = re.findall(r"(data\.(?!train|pairs)\w+=\S+)", script.read_text())
-        assert load_job("jobs/vet/dpo.yaml", keys).data.columns is None and len(keys) == 6

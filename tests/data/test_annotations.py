@@ -105,9 +105,6 @@ def test_an_export_of_preferences_is_guessed_and_read_by_majority(tmp_path, expo
     split = report.splits["train"]
     assert (split.kept, split.dropped) == (12, {"tie": 4, "unlabeled": 4})
     assert "(4 tie, or without a clear label)" in report.headline()
-    shown = report.render(samples=False)
-    assert "label       better, 2 annotators: not unanimous 4, unanimous 4" in shown
-    assert "label       better, 3 annotators: not unanimous 4\n" in shown
 
 
 def test_several_columns_of_labels_are_reported(tmp_path):
@@ -122,11 +119,7 @@ def test_several_columns_of_labels_are_reported(tmp_path):
         "train"
     ]
     assert (split.kept, split.dropped) == (2, {"tie": 2, "unlabeled": 1})
-    assert split.label_values == {
-        "x, y, z": {"first": 1, "second": 1, "tie": 2},
-        "x, y, z, 2 annotators": {"not unanimous": 1},
-        "x, y, z, 3 annotators": {"not unanimous": 2, "unanimous": 1},
-    }
+    assert split.label_values == {"x, y, z": {"first": 1, "second": 1, "tie": 2}}
 
 
 UP = {"prompt": "Say {}.", "completion": "As you wish."}

@@ -16,7 +16,7 @@ PPO3, SFT1 = "models:/demo-ppo/3", "models:/demo-sft/1"
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
-    options = read.options_of("sft", Data(), tokenizer(), 400, False)
+    options = read.options_of("sft", Data(train="rows.jsonl"), tokenizer(), 400, False)
     digests = []
     for number, (rows, chunk_bytes) in enumerate(
         [(ROWS, 1 << 20), (ROWS, 300), (ROWS[1:], 300), (ROWS[::-1], 300)]

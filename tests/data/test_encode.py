@@ -142,7 +142,7 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
     [
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "overlong"),
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
-        *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
+        *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo")),
         # The tokenizer encodes this text to no tokens.
         *((stage, {"prompt": "hi", "completion": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("sft", "score")),
         ("dpo", {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion"),
@@ -172,10 +172,6 @@ def test_rows_that_are_left_out(stage, row, options, kind):
 def test_rows_that_are_dropped_and_pairs_that_are_kept():
     row = {"prompt": "abc", "completion": "defghij"}
     assert isinstance(encoded("sft", row, max_length=8, overlong="drop")[1][0], Dropped)
-    answers = {"prompt": "p", "pos_answers": [LONG["chosen"], "y"], "neg_answers": [LONG["rejected"], "z"]}
-    _, (first, *others) = encoded("kto", answers, max_length=20, overlong="truncate")
-    assert first == Dropped("equal_after_truncation")
-    assert [one.columns["label"] for one in others] == [True, False]
 
 
 def test_a_token_across_the_border_belongs_to_the_completion():

@@ -1,7 +1,5 @@
 """Tests which `data.columns` are suggested for the columns of a file, and for which stages."""
 
-import json
-
 import pytest
 
 from pipeline.data import guess
@@ -96,7 +94,7 @@ FITS = {
     "ppo as they are",
     "openai": "rm, dpo and kto with data.columns='{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}'; "
     "ppo with data.columns='{prompt: input.messages}'",
-    "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, label: choice}'; "
+    "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, label: choice}'" + FIRST + "; "
     "ppo with data.columns='{prompt: info.post}'",
     "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
     "ppo with data.columns='{prompt: customer question}'",
@@ -237,19 +235,6 @@ def test_one_value_alone_is_no_label():
     assert guessed(rows(prompt="Say {} now.", response="As you wish.", rating=1), "kto") is None
 
 
-SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "object"}}
-
-
-def test_the_column_of_tools_is_no_prompt_and_is_named():
-    text = json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}")
-    texts = rows(query="Do {} now.", tools=text, answers="Done it, sir.")
-    assert guessed(texts, "ppo") == {"prompt": "query"}
-    assert guessed(rows(tools=text, text="Do it now."), "ppo") == {"prompt": "text"}
-    calls = rows(messages=CHAT, functions=[SCHEMA])
-    assert guessed(calls, "sft") == {"tools": "functions"}
-    assert guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
-
-
 def test_several_texts_are_a_conversation_only_if_their_names_say_so():
     assert guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
     assert guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
@@ -274,10 +259,3 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 def test_rows_of_one_message_each_are_recognized():
     said = misfit(SETS["a message a row"], "sft", "log.csv")
     assert said.endswith("combine the rows into conversations with data.group_by=COLUMN and data.transform")
-
-
-def test_rankings_of_argilla_need_a_transform():
-    ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
-    record = {"reply_1": "a b", "reply_2": "b c", "order.responses": [ranks], "order.responses.status": ["submitted"]}  # fmt: skip
-    said = "`order` is a ranking in Argilla's format; convert the ranking to chosen and rejected with data.transform"
-    assert misfit([flatten_annotation(record)], "rm", "a.jsonl").endswith(said)

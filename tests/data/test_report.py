@@ -151,7 +151,6 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
         ({"max_length": 9, "overlong": "truncate"}, "50 prompt too long.*the prompts alone fill the 9 tokens"),
         ({"eval_fraction": 1e-9}, "leaves no rows for `eval`"),
         ({"eval": "nowhere.jsonl"}, "data.eval: there is no file"),
-        ({"train": None}, "needs rows"),
         ({"train": "empty.jsonl"}, "empty file"),
         ({"train": "empty.jsonl", "on_error": "skip"}, "none of 0 rows is usable"),
         ({"train": "array.json"}, r"array.json: element 2: `prompt`: found int 7"),

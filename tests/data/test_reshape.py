@@ -267,24 +267,3 @@ def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         keys.append(cache_key(files, tokenizer(), options_of("sft", data, tokenizer(), 400, False)))
     assert keys[0] == keys[1] != keys[2]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "label", "known"),
-    [
-        ("response_0", "response_1", "better_response_id", True),
-        ("response_0", "response_1", "safer_response_id", True),
-        ("summaries.0.text", "summaries.1.text", "choice", True),
-        ("response_0", "response_1", "label", False),  # the label 1 may also mean that response_0 is better
-        ("human_ref_A", "human_ref_B", "choice", False),
-        ("answer_1", "answer_2", "choice", False),
-    ],
-)
-def test_column_names_give_0_and_1_a_meaning(first, second, label, known):
-    columns = {"first": first, "second": second, "label": label}
-    if known:
-        rule = derive_rule([0, 1], columns)
-        assert (rule.meaning(0), rule.meaning("1")) == ("first", "second")
-    else:
-        with pytest.raises(InputError, match="whose meaning is ambiguous"):
-            derive_rule([0, 1], columns)

@@ -10,7 +10,6 @@ from running import ROOT
 from settled import work_of
 from toy_data import (
     BOT,
-    CALLING,
     CHATML,
     CONVERSATION,
     REASONED,
@@ -195,9 +194,7 @@ def test_thoughts_reach_the_template_in_every_stage(key):
     assert "<think>One <|im_end|> two.</think>yo" in tok.decode(example.columns["input_ids"])
 
 
-@pytest.mark.parametrize(
-    "read", ["m.mood", "m['mood']", "m.get('mood')", "(m.mood if 'mood' in m)", "m | attr('mood')"]
-)
+@pytest.mark.parametrize("read", ["m.mood", "m['mood']", "m.get('mood')", "(m.mood if 'mood' in m)"])
 def test_the_template_gets_any_key_that_it_reads(read):
     made = encoder(
         "sft",
@@ -207,9 +204,8 @@ def test_the_template_gets_any_key_that_it_reads(read):
     row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
     record = parse_row(row, made.kind)
     [[example]] = made.encode([record])
-    reads = "attr" not in read  # our check does not find keys in the argument of a Jinja filter
-    assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
-    assert made.unread(record) == ("messages[].tone", "id") + (() if reads else ("messages[].mood",))
+    assert trained(made.tokenizer, example) == ["sad tone yo<|im_end|>"]
+    assert made.unread(record) == ("messages[].tone", "id")
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
@@ -283,34 +279,6 @@ def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     turns[1] = {**CALL, "content": said}
     _, (example,) = encoded("sft", {"messages": turns}, template=real_template("qwen3"), ends=ENDS)
     assert isinstance(example, Example), "calls are no empty turn"
-
-
-def test_two_different_thoughts_of_a_message_are_an_error():
-    made = encoder("sft", template=THINKING)
-    for other, wrong in (("Three.", True), ("Two. ", False), ("", False)):
-        row = {"messages": [USER, {**BOT, "reasoning_content": "Two.", "thinking": other}]}
-        if wrong:
-            with pytest.raises(RowError, match="`reasoning_content` and `thinking` that differ"):
-                parse_row(row, made.kind)
-        else:
-            parse_row(row, made.kind)
-
-
-def test_a_key_counts_as_read_only_if_the_template_writes_it():
-    """A template may use a key without writing it for every role. The template of this test writes `name` only for tools."""
-    of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
-    for template, written in ((CALLING, False), (of_tools, True)):
-        for stage, row in (
-            ("sft", {"messages": [USER, CALL, FOUND, BOT]}),
-            ("ppo", {"prompt": [USER, CALL, FOUND]}),
-        ):
-            ((key, turns),) = row.items()
-            named = [{**turn, "name": "f"} if turn in (FOUND, USER) else turn for turn in turns]
-            for given, unread in ((named, not written), ([{**USER, "name": "Ann"}, *turns[1:]], True)):
-                made = encoder(stage, template=template, ends=ENDS)
-                record = parse_row({key: given}, made.kind)
-                made.encode([record])
-                assert ("messages[].name" in made.unread(record)) is unread
 
 
 def test_a_second_system_prompt_that_the_template_drops_is_an_error():

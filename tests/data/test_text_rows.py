@@ -86,11 +86,11 @@ def test_an_unterminated_array_is_decoded_only_once(tmp_path, monkeypatch):
     assert error.kind == "not_json" and sum(calls) < 5 << 20, "each block decodes all that was read before it"
 
 
-def test_numbers_of_any_length_and_deep_nesting(tmp_path):
-    deep = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    for text in (f'{{"x": -{"9" * 5000}}}\n{deep}', f'[{{"x": -{"9" * 5000}}}, {deep}]'):
-        (_, first), (number, second) = read_rows(write(tmp_path / "rows.json", text))
-        assert first == {"x": float("-inf")} and (number, second.kind) == (2, "nested")
+def test_numbers_of_any_length(tmp_path):
+    row = f'{{"x": -{"9" * 5000}}}'
+    for text in (row, f"[{row}]"):
+        ((_, first),) = read_rows(write(tmp_path / "rows.json", text))
+        assert first == {"x": float("-inf")}
 
 
 # ---- CSV -------------------------------------------------------------------------------------------------------------

@@ -364,10 +364,7 @@ def test_a_run_that_cannot_be_found_or_drawn_is_one_message(runs, store, tmp_pat
     (tmp_path / "damaged/result.json").write_text('{"metrics": 3}')
     given = dict.fromkeys(
         [".", "no\nrun", "models:/a@b", "/dev/null"],
-        "no run; expected a folder with job.json, a name under runs/, or an MLflow run id; the newest runs are runs/",
-    )
-    given |= dict.fromkeys(
-        ["0" * 32, client(store).create_run("0").info.run_id], "cannot find this run in sqlite"
+        "no run; expected a folder with job.json, or a name under runs/; the newest runs are runs/",
     )
     given["memory:///no/run"] = "memory:///no/run: no run; expected a folder with job.json"
     given["damaged"] = "damaged: cannot draw a report ("
@@ -389,22 +386,10 @@ def test_the_command_writes_a_page(runs, store, capsys):
     assert (store / "one-ppo/report/report.html").exists()
 
 
-def test_a_run_is_found_by_name_by_a_file_and_by_its_mlflow_id(runs, store, monkeypatch):
+def test_a_run_is_found_by_name_and_by_a_file(runs, store, monkeypatch):
     monkeypatch.chdir(store.parent)
-    for reference in ("one-ppo", "one-ppo/", "one-ppo/report.html", runs["ppo"]["mlflow_run_id"]):
+    for reference in ("one-ppo", "one-ppo/", "one-ppo/report.html"):
         assert gather.read_run(reference, runs=store.name).folder == str(store / "one-ppo")
-
-
-def test_a_run_whose_folder_is_gone_is_read_from_mlflow(store, monkeypatch):
-    job = begin(store, "gone-ppo")
-    result = finish(store, job, PPO_CURVES, {"eval_kl": 2.5}, publish=False)
-    report.of_run(result)
-    shutil.rmtree(store / "gone-ppo")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", result["tracking_uri"])
-    run = gather.read_run(result["mlflow_run_id"])
-    assert (run.folder, run.state, run.job["stage"]) == (None, "finished", "ppo")
-    assert run.metrics == {"eval_kl": 2.5} and len(run.history["objective/kl"]) == 3
-    assert "gone-ppo" in page.render_page([run])
 
 
 def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
