@@ -30,16 +30,6 @@ def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
         assert (tmp_path / str(number)).read_text() == expected
 
 
-def test_workers_of_an_embedded_ray_have_the_priority_of_ray(embedded_ray):
-    import ray
-
-    @ray.remote(num_cpus=0)
-    def niceness():
-        return os.nice(0)
-
-    assert ray.get(niceness.remote()) == os.nice(0)
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """Returns a list of the steps at which Ray was queried for notices. `answer` is Ray's answer, `clock` the time in seconds."""
@@ -89,7 +79,9 @@ def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked)
     assert walk(notice, asked, 200, 0.1) == [False] * 200 and len(asked) == before
 
 
-@pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
+@pytest.mark.parametrize(
+    "moment", ["before it is stored", pytest.param("after it is stored", marks=pytest.mark.slow)]
+)
 def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
     """If the adapter's file is replaced after the self-check, the run ends with an error."""
     at, file = (

@@ -61,11 +61,10 @@ class Cluster:
     """A cluster whose first host has the label `head`.
 
     Args:
-        dashboard: whether Ray's dashboard runs on port 8265 of the first host.
         more: environment variables of all processes on the hosts.
     """
 
-    def __init__(self, hosts: Hosts, folder: Path, dashboard: bool = False, **more: str):
+    def __init__(self, hosts: Hosts, folder: Path, **more: str):
         self.hosts, self.folder, head = hosts, folder, hosts[0]
         ours = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -74,8 +73,7 @@ class Cluster:
         }  # fmt: skip
         self.environment = environment_with(**(ours | more))
         self.address, self.mlflow = f"{head.ip}:6379", f"http://{head.ip}:5000"
-        options = ["--head", "--port=6379", "--num-cpus=2", f"--include-dashboard={dashboard}"]
-        options += ["--dashboard-host=0.0.0.0", "--dashboard-port=8265"] if dashboard else []
+        options = ["--head", "--port=6379", "--num-cpus=2", "--include-dashboard=False"]
         self._ray(head, "head", *options)
         server = ["mlflow", "server", "--host", "0.0.0.0", "--allowed-hosts", "*", "--port", "5000"]
         server += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
@@ -109,13 +107,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster_of(count: int, dashboard: bool = False, **more: str) -> Iterator[Cluster]:
+def cluster_of(count: int, **more: str) -> Iterator[Cluster]:
     """Starts `count` hosts and a cluster with one node, on the first host. Removes cluster and hosts at the end."""
     # Short, because the length of socket paths is limited.
     folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()
     try:
         with Hosts(folder, count, [Path(sys.prefix), ROOT, folder], ssh=False) as hosts:
-            cluster = Cluster(hosts, folder, dashboard, **more)
+            cluster = Cluster(hosts, folder, **more)
             yield cluster
             for host in hosts.hosts:
                 cluster.leave(host)
