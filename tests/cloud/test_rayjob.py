@@ -262,21 +262,6 @@ def test_pods_have_the_secret_and_pass_the_restricted_standard(capsys, monkeypat
         assert not container["securityContext"]["allowPrivilegeEscalation"]
 
 
-def test_pods_of_the_platform_pass_the_restricted_standard():
-    platform = yaml.safe_load_all((ROOT / "jobs/cloud/kubernetes.yaml").read_text())
-    [postgres, mlflow] = [
-        one["spec"]["template"]["spec"] for one in platform if "template" in one.get("spec", {})
-    ]
-    # The users that the container images run as.
-    for pod, user, group in ((postgres, 999, 999), (mlflow, 1000, 100)):
-        security, (container,) = pod["securityContext"], pod["containers"]
-        assert (security["runAsUser"], security["fsGroup"]) == (user, group)
-        assert security["runAsNonRoot"] and security["seccompProfile"] == {"type": "RuntimeDefault"}
-        expected = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert container["securityContext"] == expected
-    assert "postgresql://" in mlflow["containers"][0]["args"][0]
-
-
 def test_rollout_workers_have_separate_pods(h100, monkeypatch):
     monkeypatch.setenv("GPU", "L40S")
     selector = "rollout.label_selector={market: 'in(spot,preemptible)', ray.io/accelerator-type: L40S}"
