@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
-TWO_SECONDS = "0.0006"  # in hours, the unit that start-node.sh expects
+ONE_SECOND = "0.0003"  # in hours, the unit that start-node.sh expects
 IMAGE = "ami-12c6146b"  # an AMI that exists in the mock of AWS
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -318,6 +318,17 @@ def test_a_too_old_driver_is_named_before_ray_starts(node):
     assert not [line for line in log if line.startswith("ray")]
 
 
+def test_the_sizes_of_an_a100_have_labels(node):
+    node.program("nvidia-smi", '[[ "$*" == *=name* ]] && echo NVIDIA A100-SXM4-80GB || echo 580.1')
+    node.program("python", "echo 10.0.0.1 eth0")
+    node.program("ray", "echo $RAY_OVERRIDE_LABELS")
+    node.program("setsid")
+    done, _ = node("worker", RAY_HEAD_IP="10.0.0.1")
+    assert done.stdout == '{"ray.io/accelerator-type": "A100-80G"}\n', done.stderr
+    done, _ = node("worker", RAY_HEAD_IP="10.0.0.1", RAY_OVERRIDE_LABELS="of the autoscaler")
+    assert done.stdout == "of the autoscaler\n"
+
+
 def first(calls, program, home):
     """Returns a shell condition that is true until the program has been called more than `calls` times."""
     return f"(( $(grep -c ^{program} {home}/log) <= {calls} ))"
@@ -327,10 +338,10 @@ def test_a_head_without_jobs_shuts_down(node):
     state = f"{first(2, 'curl', node.home)} && s=RUNNING || s=SUCCEEDED"
     node.program("curl", f"{state}; echo '[{{\"status\": \"'$s'\"}}]'")
     node.program("sudo")
-    done, log = node("idle", TWO_SECONDS)
+    done, log = node("idle", ONE_SECOND)
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line.startswith("curl")]
-    assert len(asked) >= 3, "two polls with a running job, then two seconds without"
+    assert len(asked) >= 3, "two polls with a running job, then a second without"
     assert log[-1] == "sudo shutdown -h now" and "Authorization: Bearer " + "a" * 32 in asked[0]
 
 
@@ -338,7 +349,7 @@ def test_a_head_with_a_dead_dashboard_is_not_idle_while_ray_runs(node):
     node.program("curl", "exit 7")
     node.program("pgrep", first(2, "pgrep", node.home))
     node.program("sudo")
-    done, log = node("idle", TWO_SECONDS)
+    done, log = node("idle", ONE_SECOND)
     assert done.returncode == 0, done.stderr
     assert len([line for line in log if line == "pgrep -x raylet"]) >= 3 and log[-1] == "sudo shutdown -h now"
 
@@ -346,7 +357,7 @@ def test_a_head_with_a_dead_dashboard_is_not_idle_while_ray_runs(node):
 def test_a_worker_without_a_head_shuts_down(node):
     node.program("timeout", first(2, "timeout", node.home))
     node.program("sudo")
-    done, log = node("idle", TWO_SECONDS, RAY_HEAD_IP="10.0.0.9")
+    done, log = node("idle", ONE_SECOND, RAY_HEAD_IP="10.0.0.9")
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
     assert len(asked) >= 3 and log[-1] == "sudo shutdown -h now"

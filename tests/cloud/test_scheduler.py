@@ -205,12 +205,11 @@ def test_the_pods_of_kuberay_have_resources_for_the_workers(name, monkeypatch):
         assert group["maxReplicas"] == 1, "STRICT_PACK needs one pod"
 
 
-@pytest.mark.parametrize("profile", ["demo", "llama3-8b"])
-@pytest.mark.parametrize("stage", ON_WORKERS)
-def test_the_checked_bundles_are_the_bundles_of_ray_train(profile, stage):
+@pytest.mark.parametrize("path", ["demo/rm", "llama3-8b/rm", "llama3-8b/generate"])
+def test_the_checked_bundles_are_the_bundles_of_ray_train(path):
     from ray.train import ScalingConfig
 
-    job = load_job(f"jobs/{profile}/{stage}.yaml", [])
+    job = load_job(f"jobs/{path}.yaml", [])
     for more in ({}, {"accelerator_type": "H100"}, {"resources_per_worker": {"CPU": 2, "memory": 1e9}}):
         job.scaling.update(more)
         job.scaling["num_workers"] = job.scaling["num_workers"] or 1  # 0 becomes 1 on a cluster

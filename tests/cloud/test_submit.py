@@ -24,6 +24,7 @@ from pipeline.cloud.clusterfile import NodeType
 from pipeline.cloud.workload import workload_of
 from pipeline.errors import InputError
 from pipeline.job import load_job
+from tools.chaos.runs import until
 
 GPU = NodeType({"CPU": 8.0, "GPU": 1.0}, max_workers=4)
 
@@ -249,10 +250,10 @@ def submit_shell(api, name, lines=3, pause=0.0, status=0, end="true"):
 def test_the_exit_status_is_the_status_of_the_job(cluster, capsys):
     api = submit.Api(cluster.address)
     submit_shell(api, "fails", status=2, end="echo error: key: wrong")
+    submit_shell(api, "died", status=2)  # as if a file of a library were missing
     assert submit.follow_submission(api, "fails") == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
     assert lines == ["line 0", "line 1", "line 2"]
-    submit_shell(api, "died", status=2)  # as if a file of a library were missing
     assert submit.follow_submission(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
@@ -262,15 +263,16 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monke
     # Ray's client prefers RAY_ADDRESS to its argument `address`.
     monkeypatch.setenv("RAY_ADDRESS", proxy.address)
     api = submit.Api(proxy.address)
-    submit_shell(api, "cut", lines=40, pause=0.2)
+    submit_shell(api, "cut", lines=25, pause=0.2)
+    until(lambda: "line 1" in api.client().get_job_logs("cut"), "the first lines")
 
-    for seconds, change in ((3, proxy.cut), (5, proxy.mend)):
+    for seconds, change in ((1, proxy.cut), (2.5, proxy.mend)):
         threading.Timer(seconds, change).start()
     assert submit.follow_submission(api, "cut") == 0
     shown = capsys.readouterr()
     assert "connection lost" in shown.err
     lines = [line for line in shown.out.splitlines() if line.startswith("line")]
-    assert lines == [f"line {n}" for n in range(40)]
+    assert lines == [f"line {n}" for n in range(25)]
 
 
 class ClientWithoutLog:

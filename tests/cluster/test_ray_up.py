@@ -15,14 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
-from clusters import ROOT, Process, environment_with
 from hosts import Hosts, missing
-from running import copy_repository
+from running import ROOT, copy_repository
 
 from tools.chaos.runs import until
 
@@ -32,6 +32,37 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
+
+
+def environment_with(**more: str) -> dict[str, str]:
+    """Returns this process's environment with Ray's commands and `more`, but without addresses of servers."""
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin"
+    found = os.environ | {"PATH": path} | more
+    for name in {"RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"} - more.keys():
+        found.pop(name, None)
+    return found
+
+
+class Process(subprocess.Popen):
+    """A command whose output is printed and also kept in `lines`."""
+
+    def __init__(self, *command: str, **more):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        super().__init__(command, text=True, **pipes, **more)
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.stdout:
+            print("   " + line, end="", flush=True)
+            self.lines.append(line)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """Waits for the end of the process. Returns (exit status, output)."""
+        status = self.wait(seconds)
+        self.reader.join(10)
+        return status, "".join(self.lines)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sqlite3
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from servers import answering
 
 from pipeline import registry
 from pipeline.errors import Failure, InputError
-from pipeline.job import MLflow, load_job
+from pipeline.job import load_job
 from pipeline.registry import store
 from pipeline.registry.lineage import folder_digests
 from pipeline.settle.identity import tracking_of
@@ -58,16 +57,6 @@ def test_a_damaged_cache_is_made_again(migrated, tmp_path, monkeypatch, in_root)
     job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft")
     registry.check_store(tracking_of(job))
     assert cached.stat().st_size == migrated.stat().st_size
-
-
-def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
-    """The time limit does not include the import of MLflow, which may take longer on a busy machine."""
-    threads = []
-    monkeypatch.setattr(store, "import_mlflow", lambda: threads.append(threading.current_thread()))
-    away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
-    with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
-        registry.check_store(tracking_of(away))
-    assert threads[0] is threading.main_thread()
 
 
 @pytest.mark.parametrize("name", ["a%20b?c=d#e", """it's "both" ü😀 \\[a]*;$HOME"""])
@@ -120,16 +109,6 @@ def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
     for host in ("127.0.0.1:5001", "localhost:5000", "10.0.0.1:5000"):
         assert is_allowed_host_header(allowed, host)
     assert not is_allowed_host_header(allowed, "elsewhere.example:5000")
-
-
-def test_mlflow_does_not_log_the_errors_that_it_raises(job, tmp_path, capfd):
-    mlflow = registry.client(tracking_of(job).uri)
-    mlflow.search_experiments()
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as other, other:
-        other.execute("ALTER TABLE experiments RENAME TO elsewhere")
-    with pytest.raises(Exception, match="no such table: experiments"):
-        mlflow.search_experiments()
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 2), (404, 1)])

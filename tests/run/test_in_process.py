@@ -28,18 +28,16 @@ def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ra
 PROBE = """
 import json, sys
 from pipeline.__main__ import main
-for arguments in json.loads(sys.argv[2]):
+for may_import, arguments, expected in json.loads(sys.argv[1]):
     status = main(arguments)
+    assert status == expected, arguments
     heavy = {name for name in ("torch", "ray", "mlflow", "trl", "transformers", "datasets") if name in sys.modules}
-    assert heavy <= set(sys.argv[1].split()), sorted(heavy)
+    assert heavy <= set(may_import.split()), (arguments, sorted(heavy))
     if "ray" in heavy:
         import ray
         assert not ray.is_initialized()
-sys.exit(status)
 """
 JOB = "jobs/demo/sft.yaml"
-
-
 REFUSED = {
     "command line: trainer.learning_rat: unknown key": ["sft", JOB, "trainer.learning_rat=1"],
     "data.train: there is no file '/nowhere.jsonl'": ["run", "jobs/demo", "ppo.data.train=/nowhere.jsonl"],
@@ -52,38 +50,28 @@ REFUSED = {
 }
 
 
-def ran(may_import, *commands):
-    """Runs commands one after the other in a new process. Returns the exit status of the last command, and stderr."""
+def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(tmp_path):
+    """A refusal imports nothing heavy. The commands run one after the other in a new process."""
+    place = f"run.storage_path={tmp_path}"
+    commands = [
+        *(("", arguments, 2) for arguments in REFUSED.values()),
+        ("torch ray trl transformers datasets", ["validate", JOB, place], 0),
+        (
+            "torch ray mlflow trl transformers datasets",
+            ["sft", JOB, place, "trainer.max_steps=1", "run.report=false", *NO_EVAL],
+            0,
+        ),
+    ]
     clean = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, may_import, json.dumps(commands)],
-        cwd=ROOT, capture_output=True, text=True, env=clean,
-    )  # fmt: skip
-    print(done.stdout[-2000:], done.stderr[-2000:])
-    return done.returncode, done.stderr
-
-
-def test_a_refusal_imports_nothing_heavy():
-    status, said = ran("", *REFUSED.values())
-    assert status == 2 and said.count("\n") == len(REFUSED)
-    for line, error in zip(said.splitlines(), REFUSED, strict=True):
+    program = [sys.executable, "-c", PROBE, json.dumps(commands)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, env=clean)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for line, error in zip(done.stderr.splitlines(), REFUSED, strict=True):
         assert line.startswith(f"error: {error}"), line
-
-
-@pytest.mark.parametrize(
-    ("may_import", "arguments"),
-    [
-        ("torch ray trl transformers datasets", ["validate", JOB]),
-        ("torch ray mlflow trl transformers datasets", ["sft", JOB, "trainer.max_steps=1", "run.report=false", *NO_EVAL]),
-    ],
-    ids=["validate", "sft"],
-)  # fmt: skip
-def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(may_import, arguments, tmp_path):
-    assert ran(may_import, [*arguments, f"run.storage_path={tmp_path}"])[0] == 0
-    if "mlflow" in may_import:  # checks that the saved tokenizer class also exists in transformers 4
-        saved = [
-            *tmp_path.glob("*/final/adapter/tok*_config.json"),
-            *tmp_path.glob("artifacts/**/tok*_config.json"),
-        ]
-        classes = {json.loads(file.read_text())["tokenizer_class"] for file in saved}
-        assert classes == {"PreTrainedTokenizerFast"}, saved
+    # The class of the saved tokenizer also exists in transformers 4.
+    saved = [
+        *tmp_path.glob("*/final/adapter/tok*_config.json"),
+        *tmp_path.glob("artifacts/**/tok*_config.json"),
+    ]
+    classes = {json.loads(file.read_text())["tokenizer_class"] for file in saved}
+    assert classes == {"PreTrainedTokenizerFast"}, saved

@@ -48,13 +48,6 @@ def test_the_message_names_phase_and_settings(stage, phase, expected):
     assert phase == "" or str(raised.value).startswith("out of memory in phase '")
 
 
-def test_other_errors_are_not_changed():
-    job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
-    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.memory_errors_explained(work_of(job)):
-        with Phases(torch.device("cpu"))("update"):
-            raise RuntimeError("shapes")
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_out_of_memory_ends_without_a_restart(
     workers, storage, tmp_path, capsys, monkeypatch, in_root, request

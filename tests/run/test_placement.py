@@ -82,30 +82,6 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
     assert job("scaling.num_workers=0").in_process
 
 
-def test_the_sizes_of_an_a100_have_labels(tmp_path):
-    """Runs start-node.sh with fakes of all programs that it starts."""
-    says = {
-        "nvidia-smi": "NVIDIA A100-SXM4-80GB",
-        "python": "10.0.0.1 eth0",
-        "ray": "$RAY_OVERRIDE_LABELS",
-        "setsid": "",
-    }
-    for tool, line in says.items():
-        (tmp_path / tool).write_text(f"#!/bin/sh\necho {line}\n")
-        (tmp_path / tool).chmod(0o755)
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray/auth_token").write_text("t")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    environment = {"PATH": path, "HOME": str(tmp_path), "RAY_HEAD_IP": "10.0.0.1"}
-    command = ["bash", str(ROOT / "jobs/cloud/start-node.sh"), "worker"]
-    for more, labels in (
-        ({}, '{"ray.io/accelerator-type": "A100-80G"}'),
-        ({"RAY_OVERRIDE_LABELS": "of the autoscaler"}, "of the autoscaler"),
-    ):
-        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == labels
-
-
 def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     """Tests how many equal runs fit on the cluster at the same time. ray.nodes() is replaced."""
     import ray

@@ -1,43 +1,12 @@
-"""Tests the process of a worker: its torch.distributed group, its priority, and notices that its node will be terminated."""
+"""Tests what a worker does about notices that its node will be terminated, and about an adapter that another program replaces."""
 
 import os
 
 import pytest
-import torch.distributed as dist
-from accelerate import PartialState
-from forked import in_processes
 from running import NO_EVAL, client, stage
 from safetensors.torch import load_file, save_file
 
 from pipeline.run import checkpoints, worker
-
-GROUPS = [((1, False), "NO False"), ((1, True), "MULTI_CPU True")]
-
-
-def left(number, folder):
-    """Sets up a worker as Ray's TorchTrainer does: a torch.distributed group, and the environment that accelerate reads."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", f"file://{folder}/group-{number}", rank=0, world_size=1)
-    worker.leave_group_of_one(*GROUPS[number][0])
-    found = f"{PartialState(cpu=True).distributed_type.value} {dist.is_initialized()}"
-    (folder / str(number)).write_text(found)
-
-
-def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
-    """`NO` means that accelerate wraps no model in DDP. On a GPU, the process group is kept."""
-    in_processes(left, tmp_path, processes=len(GROUPS))
-    for number, (_, expected) in enumerate(GROUPS):
-        assert (tmp_path / str(number)).read_text() == expected
-
-
-def test_workers_of_an_embedded_ray_have_the_priority_of_ray(embedded_ray):
-    import ray
-
-    @ray.remote(num_cpus=0)
-    def niceness():
-        return os.nice(0)
-
-    assert ray.get(niceness.remote()) == os.nice(0)
 
 
 @pytest.fixture
@@ -89,7 +58,9 @@ def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked)
     assert walk(notice, asked, 200, 0.1) == [False] * 200 and len(asked) == before
 
 
-@pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
+@pytest.mark.parametrize(
+    "moment", ["before it is stored", pytest.param("after it is stored", marks=pytest.mark.slow)]
+)
 def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
     """If the adapter's file is replaced after the self-check, the run ends with an error."""
     at, file = (

@@ -122,15 +122,6 @@ def test_the_pieces_form_the_text_and_contain_only_complete_characters(text):
     assert len(text) < 10 or sum(map(bool, shown)) > 3, "the text is streamed"
 
 
-def test_special_tokens_are_not_part_of_the_text():
-    writer = Text(tokenizer(), [])
-    ids = tokenizer()("Lima", add_special_tokens=False).input_ids
-    for token in [*ids, tokenizer().eos_token_id]:
-        writer.add(token)
-    writer.close()
-    assert writer.text == "Lima"
-
-
 @pytest.mark.parametrize(
     ("stops", "expected"),
     [

@@ -161,19 +161,6 @@ def test_the_folder_has_a_size_limit_and_old_conversations_are_deleted(stores, t
     assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
 
 
-def test_repeated_answers_and_answers_that_cannot_be_written_take_no_space(stores):
-    store = stores(max_bytes=4000)
-    for _ in range(2):
-        store.remember([answer("chatcmpl-1"), answer("chatcmpl-2")])
-    [held] = store.database.execute("SELECT SUM(LENGTH(answer)) FROM answers").fetchone()
-    assert store.conversation_bytes == held
-    [pages] = store.database.execute("PRAGMA page_count").fetchone()
-    store.database.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(Refused, match="disk is full") as full:
-        store.remember([answer("chatcmpl-3", ("x" * 99_999,))])
-    assert full.value.status == 507 and store.conversation_bytes == held
-
-
 def test_a_conversation_is_deleted_after_thirty_days_but_not_if_the_clock_jumps(stores, monkeypatch):
     day, now = 24 * 3600, time.time()
     store = stores(answer("new", time=now - 29 * day), answer("old", time=now - 31 * day))

@@ -113,20 +113,3 @@ def test_a_bad_version_changes_no_answer(server, registered, copied, damage):
     registry.client(server.uri).set_registered_model_alias("toy-policy", "champion", "1")
     assert server.follow_aliases() == {}
     assert {name: written(server, name) for name in server.policies} == before
-
-
-def test_a_problem_is_printed_once_per_cause(server, monkeypatch, capsys):
-    polls = iter([{"a": "no answer at 0x7f1"}, {"a": "no answer at 0x7f2"}, {}, {"a": "no answer at 0x7f3"}])
-
-    class Ended(BaseException):
-        """Raised to end the endless loop of `watch_aliases`."""
-
-    def follow_aliases():
-        if (found := next(polls, None)) is None:
-            raise Ended
-        return found
-
-    monkeypatch.setattr(server, "follow_aliases", follow_aliases)
-    with pytest.raises(Ended):
-        server.watch_aliases(0.0)
-    assert capsys.readouterr().out.splitlines() == ["no answer at 0x7f1", "no answer at 0x7f3"]

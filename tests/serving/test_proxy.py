@@ -17,7 +17,7 @@ from pipeline.serving import app, proxy
 from pipeline.serving.app import Server, endpoint
 from tools.chaos.runs import until
 
-LIMIT_S = 1
+LIMIT_S = 0.6
 HEADERS = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n"
 
 
@@ -68,7 +68,7 @@ def after(port, *parts, wait=0.0):
         return received, time.monotonic() - began
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST", HEADERS], ids=["nothing", "a word", "no end of the headers"])
+@pytest.mark.parametrize("sent", [b"", HEADERS], ids=["nothing", "no end of the headers"])
 def test_a_connection_with_incomplete_headers_is_closed(port, sent):
     received, open_s = after(port, sent) if sent else after(port)
     assert received == b"" and open_s < LIMIT_S + 0.5
@@ -81,15 +81,15 @@ def test_a_connection_that_sends_headers_byte_by_byte_is_closed(port):
 
 def test_a_missing_body_gets_408_and_the_connection_is_closed(port):
     received, open_s = after(port, HEADERS + b"\r\n{")
-    assert b" 408 " in received and b"no complete body within 1 s" in received
+    assert b" 408 " in received and b"no complete body within 0.6 s" in received
     assert open_s < LIMIT_S + 0.5
 
 
 def test_a_long_answer_and_a_reused_connection_are_not_timeouts(port):
-    slow = HEADERS + b'\r\n{"sleep":       2.5}'
+    slow = HEADERS + b'\r\n{"sleep":       1.5}'
     quick = HEADERS + b'\r\n{"sleep":         0}'
     with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
-        for body in (slow, *[quick] * 4):
+        for body in (slow, *[quick] * 3):
             one.sendall(body)
             assert b"200 OK" in one.recv(1000)
             time.sleep(LIMIT_S / 2)

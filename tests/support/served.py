@@ -26,13 +26,13 @@ def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
         yield SimpleNamespace(url=f"http://127.0.0.1:{work.serve.port}", work=work)
 
 
-def ask(url, path, body=None, method=None, **headers):
+def ask(url, path, body=None, **headers):
     """Sends a request. Returns (status, headers, body), where the body is a JSON value or bytes."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
     with contextlib.closing(connection):
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
-        connection.request(method or ("GET" if data is None else "POST"), path, data, headers)
+        connection.request("GET" if data is None else "POST", path, data, headers)
         response = connection.getresponse()
         content = response.read()
         with contextlib.suppress(ValueError):

@@ -152,17 +152,3 @@ def test_a_resumed_run_has_the_same_bits_and_one_writer_at_a_time(s3, tmp_path, 
     for one, after in itertools.pairwise(made):
         assert one["ended"].endswith(f"taken over by attempt {after['attempt']}")
         assert one["renewed"] < one["expires"] < after["since"], "the killed attempt renewed its lease"
-
-
-def test_a_run_continues_if_its_submitter_is_killed(s3, tmp_path, monkeypatch):
-    with Server(tmp_path) as server, Head() as head:
-        run = ppo(s3, "submitted", tmp_path, server)
-        run.env["RAY_AUTH_TOKEN"], run.address = TOKEN, head.address
-        start_and_wait_for_a_checkpoint(s3, run)
-        for _ in range(KILLS):
-            kill(run.process.pid)
-            run.process.wait()
-            assert run.again().ends() == 2 and run.says("is running on this cluster"), run.lines[-20:]
-        until(lambda: keys(s3, "runs/submitted/result.json"), "the end of the run")
-        assert_equals_an_undisturbed_run(s3, "submitted", tmp_path, server)
-    assert [one["attempt"] for one in attempts(s3, "submitted")] == [1]

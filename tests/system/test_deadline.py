@@ -34,28 +34,28 @@ def nobody(monkeypatch, tmp_path):
             monkeypatch.setenv(name, "x")
         monkeypatch.setenv("HOME", str(tmp_path))  # hides the user's credentials files
         monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+        monkeypatch.setattr(deadline, "SECONDS", 1.0)
         yield
 
 
 SFT = ["sft", "jobs/demo/sft.yaml"]
 
 
-@pytest.mark.parametrize("bucket", ["s3://bucket", "gs://bucket"])
 @pytest.mark.parametrize(
     "given",
     [
-        [*SFT, "run.storage_path={}/runs"],
-        ["report", "{}/runs/one"],
-        pytest.param([*SFT, "data.train={}/rows.jsonl", "run.storage_path=TMP"], marks=pytest.mark.slow),
-        pytest.param([*SFT, "data.cache_dir={}/cache", "run.storage_path=TMP"], marks=pytest.mark.slow),
+        [*SFT, "run.storage_path=s3://bucket/runs"],
+        ["report", "gs://bucket/runs/one"],
+        pytest.param([*SFT, "data.train=s3://bucket/rows.jsonl"], marks=pytest.mark.slow),
+        pytest.param([*SFT, "data.cache_dir=gs://bucket/cache"], marks=pytest.mark.slow),
     ],
 )
-def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, capsys, in_root):
+def test_a_bucket_that_never_answers(given, nobody, migrated, tmp_path, capsys, in_root):
     shutil.copy(migrated, tmp_path)
-    given = [one.format(bucket).replace("TMP", str(tmp_path)) for one in given]
+    given = [*given, f"run.storage_path={tmp_path}"] if given[-1].startswith("data.") else given
     assert main(given) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and "no answer within 2 seconds" in errors
+    assert errors.startswith("error: ") and "no answer within 1 seconds" in errors
 
 
 def test_what_the_call_itself_raises_comes_back(monkeypatch):
@@ -106,9 +106,16 @@ def test_a_tracking_server_that_never_answers(in_root):
 
 @pytest.mark.parametrize(
     "value",
-    ["garbage", "ray://127.0.0.1:10001", ":6379", "x:99999", "127.0.0.1:1", "no.invalid:6379", "a..b:1", "127.0.0.1\n:6379",
-     "http://", "http://127.0.0.1:9", "http://127.0.0.1:9/\nx", "http://x:y"],
-)  # fmt: skip
+    [
+        "garbage",
+        "ray://127.0.0.1:10001",
+        "x:99999",
+        "127.0.0.1:1",
+        "127.0.0.1\n:6379",
+        "http://127.0.0.1:9",
+        "http://x:y",
+    ],
+)
 def test_an_address_that_is_no_cluster_is_answered_at_once(value, monkeypatch, capsys, in_root):
     monkeypatch.setenv("RAY_ADDRESS", value)
     assert main(["sft", "jobs/demo/sft.yaml"]) == 2
@@ -120,7 +127,7 @@ def test_an_address_that_is_no_cluster_is_answered_at_once(value, monkeypatch, c
 VERSION = json.dumps({"ray_version": ray.__version__, "version": "4", "ray_commit": "x", "session_name": "s"})
 
 
-@pytest.mark.parametrize("body", ["null", "{}", "<html>", '{"ray_version": "1.0"}'])
+@pytest.mark.parametrize("body", ["<html>", '{"ray_version": "1.0"}'])
 @pytest.mark.parametrize("known", [{}, {"/api/version": VERSION}], ids=["all", "but its version"])
 def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
     with answering(200, body, at=known) as where:

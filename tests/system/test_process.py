@@ -102,20 +102,17 @@ def test_user_code_cannot_end_a_run_with_the_status_of_success(tmp_path):
 
     Child processes may exit with any status.
     """
-    rewards = [f"def of{name}(completions): {code}\n" for name, code in ENDS.items()]
+    rewards = [f"def of{name}(): {code}\n" for name, code in ENDS.items()]
     (tmp_path / "ends.py").write_text("import os\n" + "".join(rewards))
     text = f"""
     import ends, multiprocessing, os
-    from types import SimpleNamespace
     from pipeline import __main__
-    from pipeline.scoring.rewards import FunctionReward, Samples
     child = multiprocessing.get_context("fork").Process(target=print, args=("a child",))
     child.start()
     child.join()
     assert child.exitcode == 0 and os.spawnlp(os.P_WAIT, "true", "true") == 0
-    samples = Samples([[1]], [[1]], [True], [{{"prompt": ""}}], SimpleNamespace(decode=lambda *_, **__: ""))
     for name in {list(ENDS)}:
-        __main__.run_subcommand = lambda *_: FunctionReward(getattr(ends, "of" + name)).checked(samples)
+        __main__.run_subcommand = lambda *_: getattr(ends, "of" + name)()
         assert __main__.main(["sft", "job.yaml"]) == 1
     return 7
     """

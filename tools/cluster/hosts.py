@@ -1,7 +1,7 @@
-"""Several hosts on one machine, each with its own address, host name, processes, /tmp, /dev/shm, home and optional sshd.
+"""Several hosts on one machine, each with its own address, host name, processes, /tmp, /dev/shm, home and sshd.
 
     with Hosts(folder, 3) as hosts:         # hosts[0].ip; hosts.key logs in as root
-    hosts[0].here("ray", "status")          # a command line for this host, without sshd
+    hosts.ssh(hosts[0], "ray status")
 
 The hosts are Linux namespaces around one network bridge. The hosts share all other folders, like machines with a network mount.
 Needs root and the programs in TOOLS. Removes everything at the end.
@@ -15,8 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = ("ip", "unshare", "nsenter", "mount")
-SSH_TOOLS = ("sshd", "ssh", "ssh-keygen", "rsync")
+TOOLS = ("ip", "unshare", "mount", "sshd", "ssh", "ssh-keygen", "rsync")
 SUBNET = "10.213.7"
 # Process 1 of a host. The host gets an empty /tmp, where the folders of the code and the test are mounted.
 INIT = """
@@ -46,13 +45,12 @@ MaxStartups 100
 """
 
 
-def missing(ssh: bool = True) -> str | None:
+def missing() -> str | None:
     """Returns why this machine cannot create hosts from Linux namespaces, or None if this machine can create them."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    if absent := [tool for tool in tools if not shutil.which(tool, path=path)]:
+    if absent := [tool for tool in TOOLS if not shutil.which(tool, path=path)]:
         return f"needs {', '.join(absent)}"
     probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if probe.returncode == 0 else "this kernel or container allows no namespaces"
@@ -65,23 +63,12 @@ class Host:
     home: Path
     process: subprocess.Popen
 
-    def here(self, *command: str) -> list[str]:
-        """Returns the command line with which a command runs on this host."""
-        pid = self.process.pid  # process of unshare, whose child is the host's process 1
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        spaces = ["--net", "--mount", "--pid", "--uts", "--ipc"]
-        return ["nsenter", "--target", child, *spaces, "--", *command]
-
-    def sent(self) -> int:
-        """Returns the total number of bytes that the host has sent."""
-        return int(Path(f"/sys/class/net/v{self.name}/statistics/rx_bytes").read_text())
-
 
 class Hosts:
     """Creates several hosts as a context manager."""
 
-    def __init__(self, folder: Path, count: int, visible: list[Path], ssh: bool = True):
-        self.folder, self.count, self.visible, self.with_ssh = folder, count, visible, ssh
+    def __init__(self, folder: Path, count: int, visible: list[Path]):
+        self.folder, self.count, self.visible = folder, count, visible
         self.key = folder / "key"
         self.hosts: list[Host] = []
 
@@ -89,8 +76,7 @@ class Hosts:
         return self.hosts[index]
 
     def __enter__(self) -> "Hosts":
-        if self.with_ssh:
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
         _run("ip", "link", "add", "rlhfbr", "type", "bridge")
         try:
             _run("ip", "addr", "add", f"{SUBNET}.1/24", "dev", "rlhfbr")
@@ -115,12 +101,10 @@ class Hosts:
             r"^root:.*$", f"root:x:0:0:root:{home}:/bin/bash", Path("/etc/passwd").read_text(), flags=re.M
         )
         (folder / "passwd").write_text(users)
-        runs = "sleep infinity"
-        if self.with_ssh:
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
-            (folder / "sshd_config").write_text(SSHD.format(ip=ip, folder=folder, keys=f"{self.key}.pub"))
-            sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-            runs = f"{sshd} -D -e -f {folder}/sshd_config"
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
+        (folder / "sshd_config").write_text(SSHD.format(ip=ip, folder=folder, keys=f"{self.key}.pub"))
+        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        runs = f"{sshd} -D -e -f {folder}/sshd_config"
         visible = " ".join(map(str, self.visible))
         (folder / "init").write_text(INIT.format(name=name, folder=folder, visible=visible, runs=runs))
         _run("ip", "netns", "add", name)
@@ -139,7 +123,7 @@ class Hosts:
     def _wait(self, host: Host) -> None:
         for _ in range(50):
             up = (self.folder / host.name / "tmp/up").exists()
-            if up and (not self.with_ssh or self.ssh(host, "true").returncode == 0):
+            if up and self.ssh(host, "true").returncode == 0:
                 return
             time.sleep(0.2)
         raise RuntimeError(f"{host.ip} is not up: {(self.folder / host.name / 'log').read_text()}")
