@@ -54,10 +54,8 @@ def change_tensors(folder: Path, change) -> Path:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"use_dora": True},
         {"rank_pattern": {"q_proj": 2}},
         {"target_modules": ["lm_head", "embed_tokens"]},
-        {"lora_bias": True},
     ],
     ids=str,
 )
@@ -79,13 +77,10 @@ FOUND_BEFORE_LOADING = {
     "trained biases": ("policy", SETTINGS, {"bias": "all"}, "bias: found 'all', which changes the base that all roles share"),
     "PiSSA": ("policy", SETTINGS, {"init_lora_weights": "PiSSA_niter_4"}, "init_lora_weights: found 'pissa_niter_4', which changes the base, .*path_initial_model"),
     "settings cut": ("policy", SETTINGS, b'{"a":', r"adapter_config\.json: not valid JSON .*; save the adapter again"),
-    "settings no object": ("policy", SETTINGS, b"[1]", r"adapter_config\.json: found list, expected a JSON object"),
     "lineage not UTF-8": ("policy", "lineage.json", b'{"a": "\xff"}', r"lineage\.json: not valid JSON"),
     "tensors cut": ("policy", TENSORS, b"\x08", r"adapter_model\.safetensors: not a complete safetensors file .*; save the adapter"),
     "no tensors": ("policy", TENSORS, lambda t: t.clear(), "contains no LoRA tensors"),
     "other inputs": ("policy", TENSORS, lambda t: t.update({A: zeros(4, 64)}), r"\(4, 64\), .* has \(128, 128\): .*another base"),
-    "other outputs": ("policy", TENSORS, lambda t: t.update({B: zeros(64, 4)}), r"lora_B\.weight has shape \(64, 4\), .*another base"),
-    "more modules": ("policy", SETTINGS, {"target_modules": ["q_proj"]}, "tensors and target_modules of .* differ"),
     "fewer modules": ("policy", TENSORS, lambda t: (t.pop(A), t.pop(B)), r"target_modules of .* differ, for example in model\.layers\.0\.self_attn\.q_proj"),
     "another rank": ("policy", SETTINGS, {"r": 10_000_000}, r"r: found 10000000 for model\..*, but its tensors have rank 4"),
     "a rank by pattern": ("policy", SETTINGS, {"rank_pattern": {".*q_proj": 8}}, r"r: found 8 for model\..*q_proj, but its tensors have rank 4"),
@@ -136,19 +131,10 @@ def test_damaged_probes_are_an_error(tmp_path):
             probes.read_probes(str(tmp_path))
 
 
-def test_a_rank_that_is_written_as_a_fraction_is_accepted(copied, shared):
-    folder = copied("policy")
-    content = json.loads((folder / SETTINGS).read_text())
-    (folder / SETTINGS).write_text(json.dumps({**content, "r": 4.0, "rank_pattern": {"q_proj": 4.0}}))
-    check(folder)
-    shared.add("x", folder=folder)
-    shared.remove("x")
-
-
 SLOW = r"(.*\w+)+\w+_projX"  # `re` would backtrack for years to match this pattern
 
 
-@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("key", ["target_modules", "rank_pattern"])
 def test_a_pattern_that_backtracks_forever_does_not_stop_the_loading(key, copied, shared):
     folder = copied("policy")
     content = json.loads((folder / SETTINGS).read_text())
@@ -189,9 +175,7 @@ def test_the_smallest_change_of_a_weight_means_that_an_adapter_has_learned(copie
     assert adapter_files.was_trained(change_tensors(folder, move), made["policy"])
 
 
-@pytest.mark.parametrize(
-    ("target", "start"), [("q_proj", True), ("q_proj", "orthogonal"), ("embed_tokens", True)]
-)
+@pytest.mark.parametrize(("target", "start"), [("q_proj", "orthogonal"), ("embed_tokens", True)])
 def test_a_new_adapter_has_learned_if_its_product_is_not_zero(target, start, shared, tmp_path):
     """peft initializes B to 0 in linear layers, and A to 0 in embeddings.
 

@@ -1,6 +1,5 @@
 """Tests SharedBase: roles on one base, log-probs, scores, files in peft's format, and gradients under checkpointing."""
 
-import json
 import re
 from contextlib import nullcontext
 
@@ -10,44 +9,14 @@ import torch
 import toy_ppo as toy
 import transformers
 from safetensors.torch import load_file, save_file
-from toy_models import settings
 
 from pipeline.commands import export
 from pipeline.errors import InputError, SelfCheckFailed
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase, as_peft_model
-from pipeline.models.base import load_base
 
 QUICK = ("llama", "gpt2", "gemma2")
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in toy.KINDS]
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("role", ["policy", "critic"])
-def test_checkpointing_gives_the_same_gradients_even_if_another_role_runs_in_between(kind, role):
-    shared = toy.shared_base(kind, spread=0.1)
-    ids, starts, _, mask = toy.batch()
-
-    def output(name):
-        return (
-            shared.logprobs(name, ids, starts, mask)[0].sum()
-            if name == "policy"
-            else toy.values(shared, name, ids).square().sum()
-        )
-
-    expected = torch.autograd.grad(output(role), shared.parameters_of(role))
-    shared.enable_gradient_checkpointing()
-    alone = torch.autograd.grad(output(role), shared.parameters_of(role))
-    loss = output(role)
-    # Both roles run a forward pass before either runs its backward pass.
-    other = output("critic" if role == "policy" else "policy")
-    both = torch.autograd.grad(loss + other, shared.parameters_of(role))
-    for a, b, c in zip(expected, alone, both, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    assert shared.base.training  # train mode, in which gradient checkpointing is active
-    with torch.no_grad():
-        output(role)
-    assert not shared.base.training
 
 
 def test_average_moves_the_reference_towards_the_policy():
@@ -136,24 +105,6 @@ def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save
     as_peft_model(toy.base(), tmp_path)
 
 
-def test_loading_an_adapter_initializes_no_tensor(monkeypatch, tmp_path):
-    """Some of peft's initializations would change the base.
-
-    No initialization is needed, because the adapter's file contains all tensors.
-    """
-    shared = SharedBase(toy.base())
-    shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
-    shared.save("made", tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] is True
-    shared.add("copy", copy_of="made")
-    for name in ("reset_lora_parameters", "orthogonal_init"):
-        monkeypatch.setattr(peft.tuners.lora.LoraLayer, name, None)
-    shared.add("read", folder=tmp_path)
-    shared.add("copy of that", copy_of="read")
-    for one, other, third in zip(*map(shared.parameters_of, ("made", "copy", "read")), strict=True):
-        assert torch.equal(one, other) and torch.equal(one, third)
-
-
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -193,9 +144,7 @@ def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, tmp_p
     ("kind", "extra"),
     [
         *[pytest.param(kind, {}, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in toy.KINDS],
-        ("llama", dict(use_rslora=True)),
-        ("llama", dict(use_dora=True)),
-        ("llama", dict(lora_bias=True)),
+        ("llama", dict(use_dora=True, use_rslora=True)),
     ],
 )
 def test_a_policy_adapter_stays_the_same_when_it_is_saved_copied_and_loaded_here_or_by_peft(
@@ -221,7 +170,7 @@ def test_a_policy_adapter_stays_the_same_when_it_is_saved_copied_and_loaded_here
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
+@pytest.mark.parametrize("extra", [{"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
 def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
     """The fused layers compute plain LoRA. Other LoRA, such as LoRA with a bias, is computed by peft's own forward."""
     shared = toy.shared_base(spread=0.2)
@@ -276,22 +225,3 @@ def test_a_base_that_changes_its_logits_in_an_unknown_way_is_rejected():
     model.forward = shifted
     with pytest.raises(InputError, match="after the lm head"):
         SharedBase(model)
-
-
-def test_two_roles_learn_on_a_quantized_base_which_stays_the_same(tmp_path):
-    toy.base(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-    shared = SharedBase(load_base(settings(tmp_path / "base", dtype="float32", load_in_4bit=True)))
-    shared.add("policy", lora=toy.LORA, trainable=True)
-    shared.add("critic", lora=toy.LORA, head=True, trainable=True)
-    ids, starts, _, mask = toy.batch()
-    before = shared.logprobs("policy", ids, starts, mask)[0]
-    shared.enable_gradient_checkpointing()
-    optimizer = torch.optim.SGD([*shared.parameters_of("policy"), *shared.parameters_of("critic")], 0.05)
-    packed = {n: p.clone() for n, p in shared.named_parameters() if p.dtype == torch.uint8}
-    for _ in range(2):
-        (-shared.logprobs("policy", ids, starts, mask)[0].sum()).backward()
-        (toy.values(shared, "critic", ids) - 1).square().sum().backward()
-        optimizer.step()
-    assert packed and all(torch.equal(p, packed[n]) for n, p in shared.named_parameters() if n in packed)
-    after = shared.logprobs("policy", ids, starts, mask)[0]
-    assert after.sum() > before.sum()

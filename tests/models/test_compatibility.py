@@ -156,9 +156,3 @@ def test_names_that_transformers_may_change_are_not_checked():
         ({}, {}),  # as if the weight files were not on this machine
     ):
         check_lora(Base(good.model, config, shapes), {"target_modules": ["nope"]})
-
-
-def test_shapes_are_found_in_files_of_gpt2_without_its_prefix():
-    files = Base(settings(DEMO), {}, {"h.0.attn.c_attn.weight": (768, 2304)})
-    assert files.shape_of("transformer.h.0.attn.c_attn") == (768, 2304)
-    assert files.shape_of("transformer.h.9.attn.c_attn") is None

@@ -53,21 +53,3 @@ def test_a_pack_ends_where_attention_costs_more_than_the_prompt():
     assert of(512, 512, 4096, completions=8) == [8] * 8
     assert of(512, 512, 4096, tokens=1600) == [2] * 32
     assert packs_that_pay([3, 4, 3, 4], [9, 9, 9, 9], [2, 2, 2, 2], 64) == [[0, 2], [1, 3]]
-
-
-def test_the_gradient_of_a_shared_prompt_does_not_depend_on_the_threads():
-    shared = toy.shared_base(critic=False, spread=0.3)
-    ids = torch.arange(64 * 40).view(64, 40) % 50 + 4
-    ids[:, :8] = ids[0, :8]
-    starts, counts = torch.full((64,), 8), torch.full((64,), 32)
-    batch, threads = pack_together(ids, starts, counts, 32, [list(range(64))]), torch.get_num_threads()
-    torch.set_num_threads(2)
-    found = []
-    for _ in range(4):
-        hidden = torch.ones(1, batch.input_ids.shape[1], 768, requires_grad=True)
-        shared.body = lambda hidden=hidden, **_: type("Out", (), {"last_hidden_state": hidden})
-        torch.manual_seed(0)
-        (shared.states("policy", batch) * torch.randn(64, 33, 768)).sum().backward()
-        found.append(hidden.grad)
-    torch.set_num_threads(threads)
-    assert all(torch.equal(found[0], other) for other in found)

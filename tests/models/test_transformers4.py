@@ -74,21 +74,6 @@ def test_a_saved_config_has_the_names_of_both_versions(case, tmp_path):
         assert again.dtype == torch.float32
 
 
-def test_the_text_config_of_a_multimodal_model_also_gets_the_old_names(tmp_path):
-    rope = {
-        "full_attention": {"rope_type": "default", "rope_theta": 5.0},
-        "sliding_attention": {"rope_theta": 3.0},
-    }
-    config = {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "rope_parameters": rope}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    transformers4.add_old_names(tmp_path, {"text_config": {"rope_local_base_freq": 4.0}})
-    found = json.loads((tmp_path / "config.json").read_text())
-    assert found["torch_dtype"] == found["text_config"]["torch_dtype"] == "bfloat16"
-    old = {key: found["text_config"][key] for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
-    assert old == {"rope_theta": 5.0, "rope_scaling": None, "rope_local_base_freq": 4.0}
-    assert "rope_theta" not in found
-
-
 def test_a_model_needs_transformers_5_if_its_base_was_saved_by_it():
     assert transformers4.oldest_version({"transformers_version": "4.40.0.dev0"}) == "4.57"
     assert transformers4.oldest_version({"transformers_version": "5.23.0"}) == "5.0"

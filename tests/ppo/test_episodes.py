@@ -1,12 +1,9 @@
 """Tests the order of prompts, padding and masks of episodes, and how episodes are split into micro-batches."""
 
-import numpy as np
-import pytest
 import torch
 
 from pipeline.models.packing import micro_batches
-from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import collate, deal, minibatches, prompt_order
+from pipeline.ppo.episodes import collate, prompt_order
 from pipeline.writing.rows import Completion
 
 
@@ -26,26 +23,6 @@ def test_eos_is_an_action_and_padding_is_never_found_by_id():
     assert episodes.mask.tolist() == [[True] * 4, [True] + [False] * 3, [True, True, False, False]]
     assert episodes.input_ids.tolist() == [[5, 9, 0, 0, 2], [5, 0, 2, 0, 0], [6, 7, 8, 0, 0]]
     assert episodes.starts.tolist() == [1, 2, 3] and episodes.ended.tolist() == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("episodes", "num_mini_batches", "workers", "by_prompt"), [(512, 4, 4, 1.16), (1024, 8, 16, 1.61)]
-)
-def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches, workers, by_prompt):
-    """Compares the largest load of a worker with the mean load, with and without redistributing samples between workers."""
-    draw = np.random.default_rng(0)
-    lengths = 100 + draw.integers(1, 400, episodes)
-    sampled, dealt = [], []
-    args = PPOConfig(batch_size=episodes, num_ppo_epochs=2, num_mini_batches=num_mini_batches, seed=1)
-    for minibatch in minibatches(args, 0):
-        rows = np.bincount(minibatch % workers, minlength=workers)
-        sampled.append(rows.max() / rows.mean())
-        shares = deal(lengths[minibatch].tolist(), workers)
-        assert sorted(row for share in shares for row in share) == list(range(len(minibatch)))
-        tokens = [lengths[minibatch[share]].sum() for share in shares]
-        dealt.append(max(tokens) / np.mean(tokens))
-    assert np.mean(sampled) == pytest.approx(by_prompt, abs=0.1)
-    assert max(dealt) < 1.03
 
 
 def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():

@@ -8,12 +8,7 @@ import torch
 import toy_ppo as toy
 from forked import in_processes
 
-from pipeline.checks import CheckResult
-from pipeline.models.adapters import SharedBase
-from pipeline.ppo.selfcheck import roles
-from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.writing import memory
-from pipeline.writing.rows import Completion, Sampling
 
 GROUP = dict(num_generations=4)
 LOSS_KL = dict(kl_in="loss", kl_estimator="k3")
@@ -58,23 +53,6 @@ def test_every_option_learns(name):
     assert trainer.skipped_steps == 0
 
 
-def test_the_kl_penalty_keeps_the_policy_close_to_the_reference():
-    def last_kl(**changes):
-        return toy.trainer(total_episodes=96, learning_rate=1e-2, **changes).train()[-1]["objective/kl"]
-
-    far = last_kl(kl_coef=0.0)
-    assert last_kl(kl_coef=2.0) < 0.7 * far
-    assert last_kl(kl_coef=10.0, **LOSS_KL) < 0.7 * far
-
-
-def test_without_a_reference_adapter_the_base_is_the_reference():
-    shared = SharedBase(toy.base())
-    shared.add("policy", lora=toy.LORA, trainable=True)
-    shared.add("critic", lora=toy.LORA, head=True, trainable=True)
-    history = toy.trainer(shared, total_episodes=64).train()
-    assert history[0]["objective/kl"] == pytest.approx(0, abs=1e-4) and history[-1]["objective/kl"] > 1e-3
-
-
 def test_evaluations_are_logged_and_do_not_change_training():
     """The trainer evaluates every `eval_steps` updates, for any `logging_steps`, but not after the last update."""
     evaluated_at, rewards, learned = [], {}, []
@@ -103,28 +81,6 @@ def test_target_kl_ends_the_epochs_of_an_update():
     free = toy.trainer(learning_rate=0.05, num_ppo_epochs=6).run_update()
     stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, target_kl=1e-3).run_update()
     assert free["policy/steps"] == 12 and 1 <= stopped["policy/steps"] < 6
-
-
-class OnlyEnds:
-    """A decoder whose completions consist of a single EOS."""
-
-    changes = 0
-
-    def changed(self, role):
-        self.changes += 1
-
-    def generate(self, role, prompts, numbers, sampling):
-        return [Completion([2], True, [-1.0]) for _ in prompts]
-
-
-def test_the_trainer_accepts_any_decoder_and_completions_of_one_token(monkeypatch):
-    for owner, name in ((checks, "sampler_agrees"), (roles, "sampler_follows")):
-        # Skips the checks of the log-probs, because the decoder invents its log-probs.
-        monkeypatch.setattr(owner, name, lambda *_: CheckResult("", "", None))
-    decoder = OnlyEnds()
-    metrics = toy.trainer(decoder=decoder, reward=lambda completions: [0.5] * len(completions)).train()[-1]
-    assert decoder.changes == 4 and metrics["completions/mean_length"] == 1
-    assert math.isfinite(metrics["loss/policy_avg"]) and metrics["val/sampler_drift"] > 0.1
 
 
 ONE_STEP = dict(**LOSS_KL, num_ppo_epochs=1, num_mini_batches=1)
@@ -180,7 +136,7 @@ def worker(rank, folder, numbers):
         trainer.save(f"{folder}/{number}")
 
 
-@pytest.mark.parametrize("numbers", [(0, 2), pytest.param((1, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("numbers", [(0,), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_two_workers_do_what_one_does(numbers, tmp_path):
     in_processes(worker, str(tmp_path), numbers)
     for number in numbers:
@@ -206,14 +162,6 @@ def test_a_batch_of_one_completion(estimator):
     sizes = dict(batch_size=1, num_mini_batches=1, total_episodes=3)
     metrics = toy.trainer(advantage_estimator=estimator, **sizes).train()
     assert len(metrics) == 3 and all(math.isfinite(v) for m in metrics for v in m.values())
-
-
-@pytest.mark.parametrize("key", ["bootstrap_truncated", "mask_truncated_completions"])
-def test_a_run_in_which_all_completions_are_truncated(key):
-    trainer = toy.trainer(**{key: True})
-    trainer.sampler.sampling = Sampling(4, eos=(2, 3), min_new_tokens=4, seed=1)
-    metrics = trainer.train()
-    assert all(m["completions/clipped_ratio"] == 1 and all(map(math.isfinite, m.values())) for m in metrics)
 
 
 def test_an_epoch_has_the_prompts_that_are_drawn_for_it():

@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import functools
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from pipeline.errors import Failure, OutOfMemory
 from pipeline.job.rollout import RolloutConfig
 from pipeline.rollout import pool as pools
 from pipeline.rollout.pool import MAX_ATTEMPTS, Pool, WorkerLost
-from pipeline.rollout.worker import RolloutWorker
 
 KEY = (3, 0, 1)  # (update, rank, number of the chunk)
 
@@ -99,24 +97,6 @@ async def test_the_trainers_wait_times_out_only_if_there_is_no_worker():
     waiting.cancel()
 
 
-@in_a_loop
-async def test_a_new_session_restarts_the_timeout():
-    one = pool(worker_wait_timeout_s=100)
-    one.alone_since -= 1000
-    _, waiting = await requested(one)
-    assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
-    waiting.cancel()
-
-
-@in_a_loop
-async def test_an_error_before_the_first_session_reaches_its_trainers():
-    one = pool()
-    one.broken = Failure("no such module")
-    _, waiting = await requested(one)
-    with pytest.raises(Failure, match="no such module"):
-        await waiting
-
-
 # ------------------------------------------------------------------------------------------- lost workers
 
 
@@ -171,40 +151,3 @@ async def test_a_worker_that_loads_for_too_long_is_restarted(restarted, capsys, 
     # The lost worker no longer counts as present, so trainers do not wait for it.
     assert restarted == [actor] and not one.present
     keeping.cancel()
-
-
-@in_a_loop
-async def test_a_session_with_other_numeric_settings_restarts_the_workers(restarted, monkeypatch):
-    one, applied = pool(), []
-    apply = SimpleNamespace(remote=lambda settings: applied.append(settings) or answers(True).remote())
-    actor = SimpleNamespace(**{**vars(worker()), "apply_settings": apply})
-    monkeypatch.setattr(one, "_start", lambda: actor)
-    keeping = asyncio.ensure_future(one._keep(0))
-    for session, settings in (("a", "1 thread"), ("b", "1 thread"), ("c", "2 threads")):
-        await one.begin(session, settings)
-        await asyncio.wait({keeping}, timeout=0.2)
-        assert one.ready == {0}
-    assert applied == ["1 thread", "2 threads"] and restarted == [actor]
-    keeping.cancel()
-
-
-@pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
-def test_a_chunk_waits_for_its_version_only_if_the_trainer_died(error, monkeypatch):
-    """If the trainer died, a new trainer publishes the version again.
-
-    After a different error, a waiting chunk would never be sampled.
-    """
-    made = RolloutWorker.__new__(RolloutWorker)
-    made.holds, made.sampler, made.work = None, object(), None
-    made.settings = "settings"
-
-    def get(reference):
-        raise error("00" * 28, None, "")
-
-    monkeypatch.setattr(ray, "get", get)
-    chunk = pickle.dumps(SimpleNamespace(version=3))
-    if error is ray.exceptions.OwnerDiedError:
-        assert made.sample("settings", "a", chunk, [None]) is None
-    else:
-        with pytest.raises(error):
-            made.sample("settings", "a", chunk, [None])

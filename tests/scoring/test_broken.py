@@ -88,12 +88,9 @@ BROKEN = {
     "a bias to brevity": ("score", score(lambda text: 10 - min(9, len(text) / 10)), "prefers the shorter completion"),
     "ties only": ("score", score(lambda text: 7), r"100% of the pairs have equal scores"),
     "chance": ("score", lambda asked: f"Score: {random.Random(str(asked)).uniform(1, 10)}", r"may be chance"),
-    "always sure": ("yes", yes(lambda text: 0.999), r"equal scores"),
-    "NaN": ("score", score(lambda text: "nan"), r"no usable answer .*last line `Score: NUMBER` is missing"),
     "another scale": ("score", score(lambda text: 85), r"no usable answer .*it scores 85, expected 1 to 10"),
     "a criterion missing": ("rubric", lambda asked: "correct: right", r"no usable answer .*needs one line `polite: `"),
     "no log-probs": ("yes", lambda asked: "Yes", r"no usable answer .*in top_logprobs, is Yes or No with a probability of only 0"),
-    "another model": ("score", lambda asked: chat("Score: 3", model="cheap"), r"answers as cheap; write `model: cheap`"),
 }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ import torch
 import toy_ppo as toy
 
 from pipeline.ppo.episodes import Totals
-from pipeline.scoring.rewards import AdapterReward
 
 GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)
 
@@ -32,18 +31,6 @@ def test_a_prompt_is_computed_once_for_its_completions(critic):
         )
     (packed, fewer), (alone, tokens) = found
     assert (packed - alone).norm() < 2e-6 * alone.norm() and fewer < 0.8 * tokens
-
-
-def test_scores_of_packed_completions_are_those_of_each_alone():
-    shared = toy.shared_base(spread=0.1)
-    reward = AdapterReward(shared)
-    trainer = toy.trainer(shared, reward=[reward], **GROUPS)
-    samples = toy.samples_of(trainer, trainer.rollout())
-    calls, states = [], shared.states
-    shared.states = lambda role, batch: calls.append(batch.allowed is not None) or states(role, batch)
-    packed = reward.score(samples)
-    shared.can_pack = False
-    assert any(calls) and packed == pytest.approx(reward.score(samples), abs=1e-5)
 
 
 def forwards(**settings):

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from judging import FAULTS, judging
 from running import ROOT, curve
@@ -45,8 +44,8 @@ def weights(folder):
     return (Path(result["adapter"]) / "adapter_model.safetensors").read_bytes()
 
 
-def killed_while_it_asks(server, arguments, after, kind=None):
-    """Runs the command. Kills the command, or one of its workers, while it waits for answers of a judge that hangs."""
+def killed_while_it_asks(server, arguments, after):
+    """Runs the command, and kills the command while it waits for answers of a judge that hangs."""
     server.faults = [None] * after + ["hangs"] * 3
     expected = len(server.requests) + after + 3
     begun = subprocess.Popen(
@@ -56,11 +55,9 @@ def killed_while_it_asks(server, arguments, after, kind=None):
     while len(server.requests) < expected and begun.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)
-    processes = [psutil.Process(begun.pid), *psutil.Process(begun.pid).children(recursive=True)]
-    [victim] = [one for one in processes if kind in " ".join(one.cmdline())] if kind else processes[:1]
-    victim.kill()
+    begun.kill()
     server.faults = []
-    assert begun.wait(timeout=280) == (0 if kind else -signal.SIGKILL)
+    assert begun.wait(timeout=280) == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -87,23 +84,6 @@ def test_failures_of_judge_and_driver_do_not_change_the_result(tmp_path, in_root
         assert weights(tmp_path / "calm") == weights(tmp_path / "troubled")
         assert main([*arguments(server, tmp_path / "troubled"), "run.name=again"]) == 0
         assert server.paid.total() == questions, "a second run finds all answers in the store"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "workers"),
-    [("RolloutWorker", "rollout.num_workers=1"), ("RayTrainWorker", "scaling.num_workers=1")],
-)
-def test_a_killed_worker_pays_for_no_answer_twice(kind, workers, tmp_path, in_root):
-    with judging() as server:
-        assert main(arguments(server, tmp_path / "calm")) == 0
-        questions = server.paid.total()
-        server.paid.clear()
-        server.requests.clear()
-        elsewhere = arguments(server, tmp_path / "elsewhere", workers, "run.max_failures=1")
-        killed_while_it_asks(server, elsewhere, after=3, kind=kind)
-        assert set(server.paid.values()) == {1} and server.paid.total() == questions
-        assert weights(tmp_path / "calm") == weights(tmp_path / "elsewhere")
 
 
 @pytest.fixture

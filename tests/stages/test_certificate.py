@@ -26,13 +26,6 @@ def scored(scores, correct=1, **row):
 # ------------------------------------------------------------------------------------------------ benchmarks
 
 
-def test_best_of_by_hand():
-    assert benchmarks.best_of(scored([3, 1, 2])) == 1
-    assert benchmarks.best_of(scored([2, 2, 1, 2])) == pytest.approx(1 / 3)
-    assert benchmarks.best_of(scored([1, 2, 1])) == 0
-    assert benchmarks.best_of(scored([5, 5, 5], correct=2)) == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
     """If the spread D is 0, G / D is infinite, so its tanh is 1 or -1. The quotient 0 / 0 counts as 0."""
@@ -109,11 +102,6 @@ def test_ties_without_their_partner_are_reported(capsys):
         "Ties: 2 rows have no partner (a `ref:` row needs a `tied:` row, and the reverse); the first is 0"
         in capsys.readouterr().out
     )
-
-
-def test_a_row_that_lost_a_completion_is_left_out():
-    rows = [({"pair": k, "completions": 3}, float(k)) for k in (0, 1, 2, 0, 2, 0, 1, 2)]
-    assert [group.scores for group in benchmarks._grouped(rows)] == [[0, 1, 2], [0, 1, 2]]
 
 
 # ------------------------------------------------------------------------------------------------ probes

@@ -9,13 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from forked import in_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from toy_data import tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from trl import (
@@ -30,8 +29,8 @@ from trl import (
 )
 
 from pipeline.data.read import to_hf
-from pipeline.stages.exact_batches import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
-from pipeline.stages.kl_pairs import PairedBatches
+from pipeline.stages.exact_batches import EvaluationSampler, ExactBatches, ExactBatchSampler
+from pipeline.stages.kl_pairs import PairedBatches, PairedEvaluationSampler, mismatched_rows
 
 TRL = {
     "sft": (SFTTrainer, SFTConfig),
@@ -72,14 +71,6 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert sorted(flat(one)) == list(range(rows))
 
 
-@settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 60), size=st.integers(1, 7), seed=st.integers(0, 2**31), epoch=st.integers(0, 3))
-def test_one_worker_has_the_order_of_accelerate(rows, size, seed, epoch):
-    theirs = SeedableRandomSampler(range(rows), data_seed=seed)
-    theirs.set_epoch(epoch)
-    assert ranks(rows, size, 1, seed, epoch)[0] == list(BatchSampler(theirs, size, drop_last=False))
-
-
 @settings(max_examples=80, deadline=None)
 @given(rows=st.integers(1, 90), size=st.integers(1, 7), world=st.integers(1, 5))
 def test_eval_batches_do_not_depend_on_workers(rows, size, world):
@@ -87,16 +78,6 @@ def test_eval_batches_do_not_depend_on_workers(rows, size, world):
     assert {len(batches) for batches in dealt} == {len(EvaluationSampler(rows, size, 0, world))}
     in_turn = [batch for step in zip(*dealt, strict=True) for batch in step if batch]
     assert in_turn == list(EvaluationSampler(rows, size, 0, 1)) and flat(in_turn) == list(range(rows))
-
-
-def test_a_batch_of_no_rows_has_no_weight():
-    def collate(rows):
-        return {"labels": torch.tensor([row["labels"] for row in rows])}
-
-    collator = CountedCollator(collate, {"labels": [1, 2]})
-    assert collator([{"labels": [3, 4]}, {"labels": [5, 6]}])["rows"] == 2
-    empty = collator([])
-    assert empty["rows"] == 0 and (empty["labels"] == -100).all()
 
 
 def test_arrow_blocks_are_not_copied():
@@ -110,6 +91,21 @@ def test_arrow_blocks_are_not_copied():
     assert rows["input_ids"][:] == [[1, 2], [3], [1, 2], [3]] and rows._fingerprint == "abc"
     assert rows.data.column("input_ids").chunk(1).buffers()[3].address == ids.buffers()[3].address
     assert rows.__getitems__([]) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "before"),
+    [([3, 3, 4, 3], None), ([5, 5, 5, 6], [1]), ([7], [7, 2]), ([8, 8], [1, 8])],
+)
+def test_a_repeated_row_of_kto_does_not_get_its_own_completion(rows, before):
+    rows, before = torch.tensor(rows), None if before is None else torch.tensor(before)
+    assert not (mismatched_rows(rows, before) == rows).any()
+
+
+def test_eval_rows_of_kto_get_completions_from_half_the_dataset_away():
+    for batch in PairedEvaluationSampler(11, 2, 0, 1):
+        half = len(batch) // 2
+        assert batch[half:] == [(row + 5) % 11 for row in batch[:half]]
 
 
 # ---- two workers compared with one -----------------------------------------------------------------------------

@@ -30,12 +30,21 @@ PPO_QUICK = [
 @pytest.fixture(scope="module")
 def runs(storage):
     """Returns {stage: result.json}. Each stage uses the versions that earlier stages registered."""
-    found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
-    for name in ("dpo", "kto"):
-        found[name] = stage(name, storage, f"toy-{name}", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
-    found["ppo"] = stage("ppo", storage, "toy-ppo", *PPO_QUICK)
-    found["evaluate"] = stage("evaluate", storage, "toy-evaluate")
-    return found
+    few = {}
+    for name in ("preferences", "thumbs", "prompts"):
+        rows = (ROOT / f"jobs/demo/data/{name}_eval.jsonl").read_text().splitlines(keepends=True)[:32]
+        (storage / f"{name}.jsonl").write_text("".join(rows))
+        few[name] = f"{storage}/{name}.jsonl"
+    sft, pairs = "policy=models:/rlhf-sft@champion", f"data.eval={few['preferences']}"
+    settings = {
+        "sft": TRL_QUICK,
+        "rm": [*TRL_QUICK, pairs],
+        "dpo": [*TRL_QUICK, sft, pairs],
+        "kto": [*TRL_QUICK, sft, f"data.eval={few['thumbs']}"],
+        "ppo": [*PPO_QUICK, f"data.eval={few['prompts']}"],
+        "evaluate": [f"data.eval={few['prompts']}", f"data.pairs={few['preferences']}"],
+    }
+    return {name: stage(name, storage, f"toy-{name}", *more) for name, more in settings.items()}
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto", "ppo"])

@@ -45,8 +45,7 @@ def trained(base, task_type="CAUSAL_LM", **lora):
     )
 
 
-@pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=str)
-@pytest.mark.parametrize("task_type", ["CAUSAL_LM", "SEQ_CLS"])
+@pytest.mark.parametrize(("task_type", "lora"), [("CAUSAL_LM", {"use_dora": True}), ("SEQ_CLS", {})])
 def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path):
     trainer = trained(base, task_type, **lora)
     trl_trainer.save_adapter(trainer, str(tmp_path / "ours"))

@@ -25,12 +25,19 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+class Server(ThreadingHTTPServer):
+    """A server that accepts many connections at once. A client whose connection is not accepted tries again after a second."""
+
+    request_queue_size = 64
+
+
 @contextlib.contextmanager
 def listening(handler, **facts):
     """Starts a server. Stores the keyword arguments and the server's address as attributes of the server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with Server(("127.0.0.1", 0), handler) as server:
         vars(server).update(facts, address=f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # by default, `shutdown` waits up to half a second
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield server
         finally:

@@ -95,24 +95,6 @@ def test_a_row_is_decoded_as_if_alone_while_other_rows_join_and_leave(kind):
     assert sum(row.ended for row in rows) > 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_completion_depends_only_on_seed_number_and_prompt(kind):
-    shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
-    together = completions(shared, PROMPTS, sampling)
-    # Some completions ended and left the batch earlier than others.
-    assert 1 < len({len(one.tokens) for one in together})
-    order = [3, 0, 11, 7, 5]
-    apart = completions(shared, [PROMPTS[i] for i in order], sampling, SlotDecoder(shared, 2), order)
-    assert [together[i].tokens for i in order] == [one.tokens for one in apart]
-    for look in (3, 100):  # number of steps after which finished rows leave the batch
-        later = completions(shared, PROMPTS, sampling, SlotDecoder(shared, look=look))
-        assert [one.tokens for one in later] == [one.tokens for one in together]
-    other = completions(shared, PROMPTS, Sampling(12, ENDS, seed=8))
-    assert [one.tokens for one in together] != [one.tokens for one in other]
-    same_prompt = completions(shared, [PROMPTS[0]] * 5, sampling)
-    assert len({tuple(one.tokens) for one in same_prompt}) > 1
-
-
 def test_a_batch_is_bit_identical_after_other_batches():
     shared, sampling = base(), Sampling(12, ENDS, seed=7)
     decoder = SlotDecoder(shared)

@@ -71,17 +71,6 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
     assert resumed(9) == 9  # after a change of the number of workers, the recorded number of rows is not used
 
 
-def test_chunks_do_not_depend_on_memory(monkeypatch):
-    """If chunks depended on memory, a smaller GPU would change a reward's random numbers and the rollout workers' chunks."""
-    found = []
-    for rows in (100, 5):
-        free_rows(monkeypatch, rows)
-        trainer = toy.trainer()
-        found.append(([chunk for chunk, _ in trainer.rollout().parts], trainer.sampler.rows))
-    (large, most), (small, fewer) = found
-    assert large == small and (most, fewer) == (16, 5)
-
-
 # Llama 3 8B in bf16 takes 15 GiB, and each token 128 KiB for keys and values.
 BASE_BYTES, KV_BYTES = 15 * GIB, 2 * 32 * 8 * 128 * 2
 

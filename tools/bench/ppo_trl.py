@@ -24,7 +24,7 @@ def ppo(name: str, case: str, fields: str) -> None:
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-            clock.update_ended()
+            clock.step(len(clock.ends) + 1)
 
     policy = size.base(case, theirs.dtype)
     torch.manual_seed(0)
