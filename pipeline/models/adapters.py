@@ -43,7 +43,6 @@ from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse_lora_layers
 from pipeline.models.packing import Batch, pack_alone, pack_together
 from pipeline.models.precision import linear_fp32
-from pipeline.models.tokenizer import eos_ids
 from pipeline.system.hub import SETTINGS, TENSORS
 
 
@@ -93,10 +92,6 @@ class SharedBase(nn.Module):
     @property
     def roles(self) -> list[str]:
         return list(self._stored)
-
-    def ends(self, tokenizer: Any) -> list[int]:
-        """Returns the token ids that end a completion, without ids for which the base has no logit."""
-        return [i for i in eos_ids(tokenizer, self.base.generation_config) if i < self.vocab_size]
 
     # ---------------------------------------------------------------------------------------------- roles
 

@@ -112,7 +112,7 @@ class Sampler:
         self.critic_reward, self.teacher = roles.critic_reward, roles.teacher
         self.tokenizer, self.args, shared = tokenizer, args, roles.shared
         self.reference = "reference" if "reference" in shared.roles else None  # None for the bare base
-        self.sampling = Sampling.from_args(args, tokenizer, shared)
+        self.sampling = Sampling.from_args(args, tokenizer)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
         # number of completions decoded at once, or None for a full chunk

@@ -48,7 +48,7 @@ def promote_policy(work: Work, result: dict[str, Any]) -> registry.Version | Non
 
 
 def train(worker: Worker) -> dict[str, Any]:
-    from pipeline.models.tokenizer import warn_of_endless
+    from pipeline.models.tokenizer import eos_ids, warn_of_endless
     from pipeline.run import roles
     from pipeline.stages import benchmarks, pairs, probes
     from pipeline.stages import comparison as evaluation
@@ -59,7 +59,7 @@ def train(worker: Worker) -> dict[str, Any]:
     samples: list[dict[str, Any]] = []
     tables: dict[str, Any] = {"pairs": {}, "benchmarks": {}, "probes": {}, "best_of_n": []}
     prompts, preferences, benchmark_rows = (worker.rows(name) for name in ("eval", "pairs", "benchmarks"))
-    ends = shared.ends(worker.tokenizer)
+    ends = eos_ids(worker.tokenizer)
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")
