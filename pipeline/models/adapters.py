@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
+from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
@@ -149,8 +149,7 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        with base_unchanged(self.base):
-            inject_adapter_in_model(config, self.base, role)
+        inject_adapter_in_model(config, self.base, role)
         fuse_lora_layers(self.base)
         for handle in self._mixing:  # `use_each` adds hooks to all layers later, including the new layers
             handle.remove()
@@ -549,7 +548,7 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
 
     Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
     """
-    with errors_of_peft(str(Path(folder) / SETTINGS)), base_unchanged(base):
+    with errors_of_peft(str(Path(folder) / SETTINGS)):
         tensors, config = tensors_in(folder, base), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
@@ -558,32 +557,6 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
             base = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(base, config, name)
         set_peft_model_state_dict(base, tensors, name)
     return base
-
-
-@contextmanager
-def base_unchanged(base: nn.Module) -> Iterator[None]:
-    """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
-
-    For each weight, compares the address, torch's version counter and 64 values. The values are compared because
-    `weight.data -= x` does not change the version counter.
-    """
-
-    def state() -> list[tuple[int, int, str]]:
-        fingerprints = []
-        for name, weight in base.named_parameters():
-            if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
-                shard = weight.to_local() if isinstance(weight, DTensor) else weight
-                # The stride is odd, so that the sample covers different columns of the matrix.
-                sample = shard.detach().flatten()[:: shard.numel() // 64 | 1]
-                fingerprints.append((shard.data_ptr(), shard._version, str(sample.tolist())))
-        return fingerprints
-
-    before = state()
-    yield
-    if state() != before:
-        raise SelfCheckFailed(
-            "an adapter changed the weights of the base, which all models share; start again without this adapter"
-        )
 
 
 @contextmanager

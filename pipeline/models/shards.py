@@ -26,7 +26,6 @@ from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
 from pipeline.models.base import (
     base_configuration,
-    check_finite,
     errors_of_files,
     fp32_head,
     freeze,
@@ -69,7 +68,6 @@ def load_shards(
     _allocate(base, device)
     _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
     freeze(base)
-    check_finite(base)
     if scorer_tokenizer is not None:
         fp32_head(base)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
