@@ -98,3 +98,27 @@ def catch_up() -> None:
     """Runs the forwards of a sharded base for which other ranks wait. Every rank must call this function before a collective."""
     if current is not None:
         current.catch_up()
+
+
+def world() -> tuple[int, int]:
+    """Returns (rank, number of workers), or (0, 1) if torch.distributed is not in use."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def all_reduce(x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Sums `x` over the workers, or reduces it by `op`. Works in place, and returns `x`."""
+    if world()[1] > 1:
+        catch_up()
+        dist.all_reduce(x, op=op)
+    return x
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the list of all workers' values, on every worker. Values must be small Python objects."""
+    values = [value] * world()[1]
+    if len(values) > 1:
+        catch_up()
+        dist.all_gather_object(values, value)
+    return values

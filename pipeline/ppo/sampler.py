@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
+from pipeline.models.fsdp_sync import all_reduce, world
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
+from pipeline.ppo.episodes import Episodes, collate
 from pipeline.ppo.teacher import Teacher
 from pipeline.scoring import forward
 from pipeline.scoring.rewards import Reward, Samples, raw_scores

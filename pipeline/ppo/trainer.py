@@ -24,23 +24,15 @@ from torch import Tensor, nn
 
 from pipeline.checks import raise_if_failed
 from pipeline.job.rollout import RolloutConfig
-from pipeline.models.gpus import peak_flops
+from pipeline.models.fsdp_sync import all_reduce, gather, world
+from pipeline.models.gpus import model_flops_utilization
 from pipeline.models.lora import cast_once
 from pipeline.ppo import losses
 from pipeline.ppo.clock import Phases
-from pipeline.ppo.episodes import (
-    Episodes,
-    Prompts,
-    Totals,
-    all_reduce,
-    deal,
-    minibatches,
-    prompt_order,
-    world,
-)
+from pipeline.ppo.episodes import Episodes, Prompts, Totals, deal, minibatches, prompt_order
 from pipeline.ppo.functional import adapted_kl_coef
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
-from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
+from pipeline.ppo.metrics import count_passes, episode_metrics, off_policy_metrics
 from pipeline.ppo.optimizer import optimizer_and_schedule
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assemble_episodes
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
@@ -115,8 +107,7 @@ class PPOTrainer:
         for role in self.roles:
             shared.set_trainable(role, True)
         if self.workers > 1:
-            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
-            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
+            shared.can_pack = all(gather(shared.can_pack))
             # New adapters are random, so all ranks get the adapters of rank 0. The reference is broadcast, too, because it may be
             # a copy of a random policy.
             for role in filter(None, [*self.roles, self.sampler.reference]):
@@ -206,13 +197,10 @@ class PPOTrainer:
         tokens = metrics["completions/mean_length"] * count
         self.tokens += round(tokens)
         costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
-        if peak := peak_flops(self.device):
-            adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
-            parameters = self.shared.base.num_parameters()  # counts each 4-bit weight of an NF4 base
-            local = not self.rollouts.workers
-            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, local, peak)
-            costs["mfu"] = ideal / seconds
-        return costs
+        adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
+        passes = count_passes(self.args, adapters, sampled_here=not self.rollouts.workers)
+        own_tokens = sum(episodes.lengths())
+        return costs | model_flops_utilization(self.device, self.shared.base, own_tokens, passes, seconds)
 
     # --------------------------------------------------------------------------------- rollout and scores
 

@@ -225,7 +225,7 @@ class Worker(ModelHost):
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
-        from pipeline.ppo.episodes import gather
+        from pipeline.models.fsdp_sync import gather
 
         return gather(value)
 

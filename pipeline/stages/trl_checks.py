@@ -308,7 +308,8 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                 else:
                     completions = {side: row[f"{side}_ids"] for side in SIDES}
                 for side, completion in completions.items():
-                    logprob = completion_logprob(model, row["prompt_ids"], completion)
+                    all_logprobs = logprobs_alone(model, row["prompt_ids"] + completion)
+                    logprob = float(all_logprobs[len(row["prompt_ids"]) - 1 :].sum())
                     logprobs.setdefault(side, []).append(logprob)
         for side, values in logprobs.items():
             reported = sum(metrics[f"logps/{side}"])
@@ -350,11 +351,6 @@ def logprobs_alone(model: Any, ids: list[int]) -> Tensor:
     row = torch.tensor([ids], device=model.device)
     logits = model(input_ids=row).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
-
-
-def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> float:
-    """Returns the log-prob of a completion, from a forward pass of its row alone."""
-    return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 
 def rounding_tolerance(trainer: Any, model: Any) -> float:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from pipeline.checks import CheckResult
 from pipeline.models.adapters import SharedBase
+from pipeline.models.fsdp_sync import all_reduce, gather
 from pipeline.models.template import user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
-from pipeline.ppo.episodes import Episodes, all_reduce, gather
+from pipeline.ppo.episodes import Episodes
 from pipeline.ppo.rollouts import Versions
 from pipeline.ppo.sampler import Chunk, Sampled
 from pipeline.ppo.selfcheck import roles
