@@ -332,23 +332,25 @@ class PPOTrainer:
         """Returns the roles that learn in this update: in the first `critic_warmup_steps` updates, only the critic."""
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
-    def learn(self, episodes: Episodes) -> dict[str, float]:
+    def learn(self, own: Episodes) -> dict[str, float]:
         """Runs an optimizer step for each minibatch of each epoch. Returns the means of the steps' statistics.
 
         `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If this error is
         larger than rounding errors, old and new log-probs come from different policies.
+
+        Args:
+            own: the episodes that this worker has sampled.
         """
-        args, steps = self.args, 0
+        args, steps, episodes = self.args, 0, own.gathered(self.args.batch_size)
         sums: dict[str, float] = {}
         first_ratio: dict[str, float] = {}
-        local, episodes = episodes, episodes.gathered(args.batch_size)
         actions = episodes.learn.sum(-1).tolist()
         for minibatch in minibatches(args, self.update):
-            rows = [row for row in minibatch.tolist() if actions[row]]
-            totals = Totals.of(episodes.learn[rows])
+            learned = [row for row in minibatch.tolist() if actions[row]]
+            totals = Totals.of(episodes.learn[learned])
             if not totals.actions:
                 continue  # without actions, Adam's momentum would still change the weights
-            packs = self._packs(episodes, rows)
+            packs = self._packs(episodes, learned)
             share = deal(episodes.lengths(packs), self.workers)[self.rank]
             rows = [row for i in share for row in packs[i]]
             self.optimizer.zero_grad(set_to_none=True)
@@ -369,7 +371,7 @@ class PPOTrainer:
             steps += 1
         if self.reuses_training_forward and self.workers > 1:
             old = all_reduce(episodes.old_logprobs)  # only one worker has a row's log-probs; all others add 0
-            local.old_logprobs = old[local.indices, : local.mask.shape[1]]
+            own.old_logprobs = old[own.indices, : own.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 

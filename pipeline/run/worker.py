@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import shutil
 import sys
 import time
@@ -400,5 +399,4 @@ def peak_memory(device: Any) -> int:
 
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_reserved(device)
-    # macOS has no resettable peak, so this uses ru_maxrss, which macOS reports in bytes.
-    return clock.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return clock.peak_bytes(torch.device("cpu"))

@@ -140,7 +140,16 @@ class Reward(ABC):
             InputError: if the result is not a list of one number for each sample.
             Failure: if a number is not finite.
         """
-        scores = self._listed(self.score(samples), samples)
+        result = self.score(samples)
+        # Arrays and tensors, also tensors that require gradients, have the method tolist.
+        scores = result.tolist() if hasattr(result, "tolist") else result
+        is_list = isinstance(scores, (list, tuple))
+        if not is_list or len(scores) != len(samples):
+            found = f"{len(scores)} scores" if is_list else _brief(result, 100)
+            raise InputError(
+                f"reward {self} returned {found} (samples: {len(samples)}); expected a list of one number for each sample; "
+                f"the first is {samples.show(0)}"
+            )
         values = [_number(score) for score in scores]
         for i, value in enumerate(values):
             if value is None or not math.isfinite(value):
@@ -149,19 +158,6 @@ class Reward(ABC):
                     raise InputError(f"{problem}; return a number, or remove such rows from the data")
                 raise (InputError if value is None else Failure)(f"{problem}; expected a finite number")
         return [value for value in values if value is not None]
-
-    def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
-        """Returns scores as a list. Raises InputError if `scores` is not a list of one value for each sample."""
-        # Arrays and tensors, also tensors that require gradients, have the method tolist.
-        values = scores.tolist() if hasattr(scores, "tolist") else scores
-        is_list = isinstance(values, (list, tuple))
-        if not is_list or len(values) != len(samples):
-            result = f"{len(values)} scores" if is_list else _brief(scores, 100)
-            raise InputError(
-                f"reward {self} returned {result} (samples: {len(samples)}); expected a list of one number for each sample; "
-                f"the first is {samples.show(0)}"
-            )
-        return values
 
     def __str__(self) -> str:
         return repr(self.name)

@@ -185,7 +185,7 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
     shared = roles.shared_base(host)
     device, free = shared.device, free_bytes(shared.device)
     kv_size = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
-    max_positions = int(CACHE_FRACTION[device.type] * free / kv_size) if free < float("inf") else 1 << 20
+    max_positions = int(CACHE_FRACTION[device.type] * free / kv_size)
     decoder = SlotDecoder(
         shared,
         host.args.local_rollout_forward_batch_size,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checks import CheckResult, same_tensors
+from pipeline.data.messages import SIDES
 from pipeline.models.adapter_files import is_head
 from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
@@ -26,7 +27,6 @@ from pipeline.stages.kl_pairs import pair_rows
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of rows that also go through the model
 MAX_LOGITS = 1 << 28  # maximum number of logits of a row that goes through the model, 1 GiB in fp32
-SIDES = ("chosen", "rejected")
 ADAPTERS = {"policy": "default", "reference": "ref"}  # {role: TRL's name of the adapter}
 
 Row = dict[str, Any]
