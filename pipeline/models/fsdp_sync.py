@@ -56,19 +56,10 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, own_code: int) -> int:
-        """Returns the largest code over all ranks. Forwards without gradients have the largest code, so the ranks run them first.
-
-        Raises:
-            RuntimeError: on every rank, if two ranks are about to train different roles.
-        """
-        learns = NOTHING < own_code < WITHOUT_GRADIENTS
-        codes = torch.tensor([own_code, -own_code if learns else -WITHOUT_GRADIENTS])
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self.group)
-        largest, smallest_learning = codes[0].item(), -codes[1].item()
-        if smallest_learning < largest < WITHOUT_GRADIENTS:
-            names = [self._roles[code - 1] for code in (smallest_learning, largest)]
-            raise RuntimeError(f"ranks train different roles at the same time: {names[0]} and {names[1]}")
-        return int(largest)
+        """Returns the largest code over all ranks. Forwards without gradients have the largest code, so they run first."""
+        code = torch.tensor(own_code)
+        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self.group)
+        return int(code)
 
     def catch_up(self) -> None:
         """Joins the other ranks' forwards until no rank has a forward left to run. Every rank must call this method."""

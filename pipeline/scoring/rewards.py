@@ -103,10 +103,7 @@ class Samples:
 
 def _brief(value: Any, limit: int = 300) -> str:
     """Returns the repr of a value, shortened to `limit` characters."""
-    try:
-        text = repr(value)
-    except Exception as error:  # the value's __repr__ is user code
-        text = f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

@@ -15,7 +15,6 @@ from pipeline.job import Model
 from pipeline.models import fsdp_sync
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
-from pipeline.models.fsdp_sync import Lockstep
 from pipeline.models.shards import load_shards
 from pipeline.scoring.rewards import AdapterReward
 
@@ -181,21 +180,6 @@ def test_a_base_that_cannot_be_sharded_is_an_error(tmp_path, one_rank):
     toy.base("gpt2").save_pretrained(tmp_path / "gpt2")
     with pytest.raises(InputError, match=r"has no `layers`.*model\.fsdp=false"):
         load_shards(job_model(tmp_path / "gpt2"))
-
-
-def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
-    """Simulates two ranks, one after the other. A fake all-reduce returns the maximum of both ranks' role codes."""
-    monkeypatch.setattr(fsdp_sync.dist, "new_group", lambda **_: None)
-    steps = Lockstep(toy.base().base_model)
-    steps.shared = with_roles(toy.base())
-    for mine, other in ((2, 4), (4, 2)):
-        theirs = torch.tensor([other, -other])
-        monkeypatch.setattr(
-            fsdp_sync.dist, "all_reduce", lambda codes, theirs=theirs, **_: codes.copy_(codes.maximum(theirs))
-        )
-        with pytest.raises(RuntimeError, match="different roles at the same time: policy and critic"):
-            steps._agree(mine)
-        assert steps._agree(fsdp_sync.NOTHING) == other
 
 
 def private_bytes():
