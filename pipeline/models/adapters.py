@@ -319,7 +319,7 @@ class SharedBase(nn.Module):
         """
         adapter_files.read_shapes(folder)
         path = Path(folder) / TENSORS
-        actual = tensors_in(folder, self.base)
+        actual = load_file(path)
         tensors = {HEAD if is_head(key) else key: tensor for key, tensor in actual.items()}
         if HEAD in tensors and self._head_of(role) is None:
             self._new_head(role)
@@ -516,40 +516,10 @@ def saved_config(folder: str | Path) -> LoraConfig:
     return config
 
 
-def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter's file without the copies of base weights that peft may save.
-
-    Raises InputError if a copy differs from the weight in `base`, which may be a PeftModel.
-    """
-    path = Path(folder) / TENSORS
-    tensors = load_file(path)
-    if not (names := {key: name for key in tensors if (name := adapter_files.in_base(key))}):
-        return tensors
-    weights = {
-        name.removeprefix(adapter_files.PREFIX).replace(".base_layer.", "."): weight
-        for name, weight in base.named_parameters(remove_duplicate=False)
-    }
-    for key, name in names.items():
-        if (weight := weights.get(name)) is None:
-            continue
-        value = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
-        copy = tensors.pop(key)
-        if not any(torch.equal(value.to(dtype), copy.to(dtype)) for dtype in (value.dtype, copy.dtype)):
-            raise InputError(
-                f"{path}: {key} differs from the base's weight: the adapter was trained on another base, or changes the base, "
-                "which all roles share; set model.name_or_path to the base that it was trained on, or merge the adapter into that "
-                "base and set model.name_or_path to the result"
-            )
-    return tensors
-
-
 def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> Any:
-    """Adds the adapter in a folder to a base or PeftModel. Returns the PeftModel.
-
-    Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
-    """
+    """Adds the adapter in a folder to a base or PeftModel, with the values of `saved_config`. Returns the PeftModel."""
     with errors_of_peft(str(Path(folder) / SETTINGS)):
-        tensors, config = tensors_in(folder, base), saved_config(folder)
+        tensors, config = load_file(Path(folder) / TENSORS), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
             base.add_adapter(name, config)

@@ -8,21 +8,23 @@ the first rows, or a pair with equal completions, stops the run.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checks import CheckResult, same_tensors
 from pipeline.data.messages import SIDES
 from pipeline.models.adapter_files import is_head
-from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
 from pipeline.stages.kl_pairs import pair_rows
+from pipeline.system.hub import TENSORS
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of rows that also go through the model
@@ -199,7 +201,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
     from peft import get_peft_model_state_dict
 
     folder = worker.input(role)
-    stored = {key: tensor.float() for key, tensor in tensors_in(folder, model).items()}
+    stored = {key: tensor.float() for key, tensor in load_file(os.path.join(folder, TENSORS)).items()}
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTERS[role], save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
     return same_tensors(f"the {role} equals the adapter in its file", loaded, stored, folder)
