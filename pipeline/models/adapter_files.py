@@ -118,14 +118,9 @@ def ranks_of_modules(shapes: Shapes) -> dict[str, int]:
 def exact_settings(folder: str | Path) -> dict[str, Any]:
     """Returns an adapter's settings for peft, with module names instead of patterns, and without initialization of the weights.
 
-    peft itself would match the patterns with `re`, which may take forever. peft would also allocate matrices of any rank that the
-    file sets.
-
-    Raises InputError if a rank differs from the shape of the tensors, or if an alpha is invalid.
+    Raises InputError if an alpha is invalid, or if a rank differs from the shape of the tensors, because peft would allocate
+    matrices of any rank that the file sets.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     path, settings, ranks = (
         Path(folder) / SETTINGS,
         read_settings(folder),
@@ -133,18 +128,16 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
     )
     if not ranks:
         raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
-    modules = pa.array(ranks, pa.string())
     exact: dict[str, Any] = {"target_modules": set(ranks), "init_lora_weights": False}
     exact |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         exact[key] = settings.get(key, 8)
         values = dict.fromkeys(ranks, exact[key])
         try:
-            # the first matching pattern applies
+            # As in peft, the first matching pattern applies.
             for name, value in reversed((settings.get(pattern) or {}).items()):
-                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
-                values |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
-        except (AttributeError, ValueError) as error:
+                values |= {module: value for module in ranks if re.match(rf"(.*\.)?({name})$", module)}
+        except (AttributeError, re.error) as error:
             raise InputError(f"{path}: {pattern}: {in_brief(error)}; {FIX}") from error
         for module, value in values.items():
             in_range = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA

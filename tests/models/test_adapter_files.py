@@ -93,7 +93,6 @@ FOUND_BEFORE_LOADING = {
     "alpha NaN": ("policy", SETTINGS, {"alpha_pattern": {"q_proj": float("nan")}}, "lora_alpha: found nan for .*q_proj"),
     "alpha text": ("policy", SETTINGS, {"lora_alpha": "8"}, "lora_alpha: found '8'"),
     "no mapping": ("policy", SETTINGS, {"rank_pattern": [8]}, "rank_pattern: AttributeError"),
-    "lookaround": ("policy", SETTINGS, {"alpha_pattern": {"(?!a)b": 8}}, r"alpha_pattern: .*\(\?!"),
     "a weight of the base": ("policy", TENSORS, lambda t: t.update({f"{A.partition('.lora_')[0]}.base_layer.weight": zeros(1, 1)}), "q_proj.base_layer.weight is a weight of the base, .*merge it into its base"),
     "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head that .* does not mention"),
     "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json mentions"),
@@ -149,12 +148,11 @@ def test_a_rank_that_is_written_as_a_fraction_is_accepted(copied, shared):
 SLOW = r"(.*\w+)+\w+_projX"  # `re` would backtrack for years to match this pattern
 
 
-@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
 def test_a_pattern_that_backtracks_forever_does_not_stop_the_loading(key, copied, shared):
     folder = copied("policy")
     content = json.loads((folder / SETTINGS).read_text())
-    value = {SLOW: 4} if key.endswith("pattern") else SLOW
-    (folder / SETTINGS).write_text(json.dumps({**content, key: value}))
+    (folder / SETTINGS).write_text(json.dumps({**content, key: SLOW}))
     check(folder)
     shared.add("x", folder=folder)
     adapted = {name for name, one in shared.base.named_modules() if "x" in getattr(one, "r", ())}
