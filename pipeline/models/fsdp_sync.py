@@ -4,8 +4,8 @@ Each forward and each backward of a sharded base gathers every layer from all ra
 other ranks would wait forever. A rank runs fewer forwards if its completions end earlier, if it has fewer micro-batches, or when
 rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
 step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank with a smaller code joins with
-forwards of one token until all codes are equal. Each rank calls `catch_up` before any other collective. `catch_up` returns when
-no rank has a forward left to run.
+forwards of one token until all codes are equal. Each rank calls `catch_up` before any other collective, as `all_reduce` and
+`gather` do. `catch_up` returns when no rank has a forward left to run.
 
 A rank that joins a forward with gradients runs the matching backward immediately. Therefore a rank with more work, as in ppo,
 must run the backward of a forward before its next forward. In TRL's stages, all ranks have the same number of batches.
