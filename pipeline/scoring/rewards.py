@@ -338,13 +338,13 @@ class FunctionReward(Reward):
 LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
-def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` stack frames of a reward function as text. Omits libraries' frames, unless there are no others."""
+def _frames(error: BaseException) -> str:
+    """Returns the last 10 stack frames of a reward function as text. Omits libraries' frames, unless there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
     ]
-    return "".join(traceback.format_list((user_frames or frames[1:])[-limit:])).rstrip()
+    return "".join(traceback.format_list((user_frames or frames[1:])[-10:])).rstrip()
 
 
 def weighted_scores(rewards: Sequence[Reward], samples: Samples, normalize: bool) -> list[float]:
