@@ -59,7 +59,7 @@ class Chat:
         self.shared = roles.shared_base(host)
         self.role = roles.add_frozen(host, self.shared, "policy", "policy")
         self.rewards = roles.add_rewards(host, self.shared)
-        self.sampling = Sampling.from_args(host.args, host.tokenizer, self.shared)
+        self.sampling = Sampling.from_args(host.args, host.tokenizer)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
         self.max_prompt = host.work.room or sys.maxsize
         settings = (self.max_prompt, "error", True, self.sampling.eos, host.work.data.parse_special_tokens)

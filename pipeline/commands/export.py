@@ -144,7 +144,7 @@ def save_merged(host: ModelHost, name: str, folder: str) -> None:
     if merged.can_generate():
         merged.generation_config = GenerationConfig(
             bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=eos_ids(tokenizer, merged.generation_config),
+            eos_token_id=eos_ids(tokenizer),
             pad_token_id=tokenizer.pad_token_id,
         )
     logging.disable_progress_bar()  # hides the progress of save_pretrained
@@ -184,6 +184,7 @@ def encode_probes(host: ModelHost) -> tuple[list[list[int]], int]:
 
 def expected_outputs(host: ModelHost, name: str) -> list[Any]:
     """Returns the output of the adapter on its frozen base for each probe: a greedy completion, or a score."""
+    from pipeline.models.tokenizer import eos_ids
     from pipeline.run import roles
     from pipeline.writing.decoder import SlotDecoder
     from pipeline.writing.rows import Sampling
@@ -194,7 +195,7 @@ def expected_outputs(host: ModelHost, name: str) -> list[Any]:
     rows, length = encode_probes(host)
     if name != "policy":
         return [shared.score("exported", row) for row in rows]
-    ends = tuple(shared.ends(host.tokenizer))
+    ends = tuple(eos_ids(host.tokenizer))
     decoder = SlotDecoder(shared, 1, host.tokenizer.pad_token_id)
     return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 

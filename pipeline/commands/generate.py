@@ -55,7 +55,7 @@ def make_sampler(host: ModelHost, count: int) -> Callable[..., list[tuple[Record
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
     decoder = roles.make_decoder(host, shared, [role])
-    sampling = Sampling.from_args(host.args, host.tokenizer, shared)
+    sampling = Sampling.from_args(host.args, host.tokenizer)
 
     def sample(rows: list[dict[str, Any]], first_row: int) -> list[tuple[Record, list[Record]]]:
         prompts = [row["input_ids"] for row in rows for _ in range(count)]

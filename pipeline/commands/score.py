@@ -20,12 +20,13 @@ def run(job: Job) -> Result:
 
 
 def load(host: ModelHost) -> Answer:
+    from pipeline.models.tokenizer import eos_ids
     from pipeline.run import roles
     from pipeline.stages.pairs import score_columns, score_rows
 
     shared = roles.shared_base(host)
     rewards = roles.add_rewards(host, shared)
-    ends = set(shared.ends(host.tokenizer))
+    ends = set(eos_ids(host.tokenizer))
 
     def answer(rows: list[dict[str, Any]], first_row: int) -> list[Record]:
         scored = score_rows(rewards, rows, first_row, host.tokenizer, ends)

@@ -41,15 +41,6 @@ def is_head(key: str) -> bool:
     return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
-def in_base(key: str) -> str | None:
-    """Returns a tensor's name in the base, or None if the tensor belongs to the adapter or its head.
-
-    peft saves weights of the base if the adapter adapts the embeddings, or with `save_embedding_layers=True`.
-    """
-    adapted = ".lora_" in key or is_head(key)
-    return None if adapted else key.removeprefix(PREFIX).replace(".base_layer.", ".")
-
-
 def write_adapter(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Writes adapter_config.json and adapter_model.safetensors. Returns the tensors' SHA-256 and size in bytes.
 
@@ -127,14 +118,9 @@ def ranks_of_modules(shapes: Shapes) -> dict[str, int]:
 def exact_settings(folder: str | Path) -> dict[str, Any]:
     """Returns an adapter's settings for peft, with module names instead of patterns, and without initialization of the weights.
 
-    peft itself would match the patterns with `re`, which may take forever. peft would also allocate matrices of any rank that the
-    file sets.
-
-    Raises InputError if a rank differs from the shape of the tensors, or if an alpha is invalid.
+    Raises InputError if an alpha is invalid, or if a rank differs from the shape of the tensors, because peft would allocate
+    matrices of any rank that the file sets.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     path, settings, ranks = (
         Path(folder) / SETTINGS,
         read_settings(folder),
@@ -142,18 +128,16 @@ def exact_settings(folder: str | Path) -> dict[str, Any]:
     )
     if not ranks:
         raise InputError(f"{Path(folder) / TENSORS}: contains no LoRA tensors; {FIX}")
-    modules = pa.array(ranks, pa.string())
     exact: dict[str, Any] = {"target_modules": set(ranks), "init_lora_weights": False}
     exact |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         exact[key] = settings.get(key, 8)
         values = dict.fromkeys(ranks, exact[key])
         try:
-            # the first matching pattern applies
+            # As in peft, the first matching pattern applies.
             for name, value in reversed((settings.get(pattern) or {}).items()):
-                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2, linear time
-                values |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
-        except (AttributeError, ValueError) as error:
+                values |= {module: value for module in ranks if re.match(rf"(.*\.)?({name})$", module)}
+        except (AttributeError, re.error) as error:
             raise InputError(f"{path}: {pattern}: {in_brief(error)}; {FIX}") from error
         for module, value in values.items():
             in_range = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
@@ -179,8 +163,7 @@ def largest_rank_in_folder(folder: str | Path) -> int:
 
 def describe_adapter(folder: str | Path) -> dict[str, Any]:
     """Returns an adapter's settings. The key `parameters` contains the adapter's number of parameters, including the head."""
-    shapes = (shape for key, shape in read_shapes(folder).items() if not in_base(key))
-    return read_settings(folder) | {"parameters": sum(map(math.prod, shapes))}
+    return read_settings(folder) | {"parameters": sum(map(math.prod, read_shapes(folder).values()))}
 
 
 def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, reference: str) -> None:
@@ -209,7 +192,13 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
     modules = [*exact_settings(folder)["target_modules"]]
     for key, shape in shapes.items():
         module, is_lora, part = key.removeprefix(PREFIX).partition(".lora_")
-        base_shape = base.shape_of(module) if is_lora else None
+        # peft also saves weights of the base if the adapter adapts the embeddings.
+        if not is_lora and not is_head(key):
+            raise InputError(
+                f"{path}: {key} is a weight of the base, which all roles share; save the adapter with save_embedding_layers=False, "
+                "or merge it into its base and set model.name_or_path to the result"
+            )
+        base_shape = base.shape_of(module)
         if base_shape is not None and not {*(shape[-1:] if part in MATRIX_A else shape[:1])} <= {*base_shape}:
             raise InputError(
                 f"{path}: {key} has shape {shape}, and the weight that it adapts has {base_shape}: the adapter was trained on "
@@ -230,31 +219,17 @@ def was_trained(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the adapter's folder before training, or None if the adapter was new. The product B A of a new adapter is 0
-            (https://arxiv.org/abs/2106.09685, section 4.1).
+        start: the adapter's folder before training, or None if the adapter was new. peft initializes B with 0 in a linear layer,
+            and A with 0 in an embedding, except with `init_lora_weights: orthogonal`.
     """
     import torch
     from safetensors.torch import load_file
 
     after = load_file(Path(folder) / TENSORS)
     if start is None:
-        return any(_acts(name, tensor, after) for name, tensor in after.items())
-    before = {key: tensor for key, tensor in load_file(Path(start) / TENSORS).items() if not in_base(key)}
+        initially_zero = (".lora_B.weight", ".lora_B.bias", ".lora_embedding_A")
+        return any(bool(tensor.any()) for name, tensor in after.items() if name.endswith(initially_zero))
+    before = load_file(Path(start) / TENSORS)
     return before.keys() != after.keys() or not all(
         torch.equal(before[name].float(), after[name].float()) for name in after
     )
-
-
-def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
-    """Returns True for a nonzero bias, and for a LoRA matrix A whose product with its matrix B is not 0 (up to rounding).
-
-    peft initializes B with 0 in a linear layer, and A with 0 in an embedding. With `init_lora_weights: orthogonal`, neither
-    matrix is 0, but their product is 0.
-    """
-    module, _, part = name.partition(".lora_")
-    if part not in MATRIX_A:
-        return part == "B.bias" and bool(tensor.any())
-    a, b = tensor.double(), tensors[f"{module}.lora_{part.replace('A', 'B')}"].double()
-    # Compute the squared norm of B A without the matrix B A, which has the size of the full weight.
-    squared = ((b.T @ b) * (a @ a.T)).sum()
-    return bool(squared > 1e-12 * a.square().sum() * b.square().sum())

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
+from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
@@ -43,7 +43,6 @@ from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse_lora_layers
 from pipeline.models.packing import Batch, pack_alone, pack_together
 from pipeline.models.precision import linear_fp32
-from pipeline.models.tokenizer import eos_ids
 from pipeline.system.hub import SETTINGS, TENSORS
 
 
@@ -93,10 +92,6 @@ class SharedBase(nn.Module):
     @property
     def roles(self) -> list[str]:
         return list(self._stored)
-
-    def ends(self, tokenizer: Any) -> list[int]:
-        """Returns the token ids that end a completion, without ids for which the base has no logit."""
-        return [i for i in eos_ids(tokenizer, self.base.generation_config) if i < self.vocab_size]
 
     # ---------------------------------------------------------------------------------------------- roles
 
@@ -154,8 +149,7 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # with dropout, PPO's first ratio would not be 1, nor its first KL 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        with base_unchanged(self.base):
-            inject_adapter_in_model(config, self.base, role)
+        inject_adapter_in_model(config, self.base, role)
         fuse_lora_layers(self.base)
         for handle in self._mixing:  # `use_each` adds hooks to all layers later, including the new layers
             handle.remove()
@@ -325,7 +319,7 @@ class SharedBase(nn.Module):
         """
         adapter_files.read_shapes(folder)
         path = Path(folder) / TENSORS
-        actual = tensors_in(folder, self.base)
+        actual = load_file(path)
         tensors = {HEAD if is_head(key) else key: tensor for key, tensor in actual.items()}
         if HEAD in tensors and self._head_of(role) is None:
             self._new_head(role)
@@ -522,40 +516,10 @@ def saved_config(folder: str | Path) -> LoraConfig:
     return config
 
 
-def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter's file without the copies of base weights that peft may save.
-
-    Raises InputError if a copy differs from the weight in `base`, which may be a PeftModel.
-    """
-    path = Path(folder) / TENSORS
-    tensors = load_file(path)
-    if not (names := {key: name for key in tensors if (name := adapter_files.in_base(key))}):
-        return tensors
-    weights = {
-        name.removeprefix(adapter_files.PREFIX).replace(".base_layer.", "."): weight
-        for name, weight in base.named_parameters(remove_duplicate=False)
-    }
-    for key, name in names.items():
-        if (weight := weights.get(name)) is None:
-            continue
-        value = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
-        copy = tensors.pop(key)
-        if not any(torch.equal(value.to(dtype), copy.to(dtype)) for dtype in (value.dtype, copy.dtype)):
-            raise InputError(
-                f"{path}: {key} differs from the base's weight: the adapter was trained on another base, or changes the base, "
-                "which all roles share; set model.name_or_path to the base that it was trained on, or merge the adapter into that "
-                "base and set model.name_or_path to the result"
-            )
-    return tensors
-
-
 def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> Any:
-    """Adds the adapter in a folder to a base or PeftModel. Returns the PeftModel.
-
-    Does not use peft's from_pretrained, which would overwrite weights of the base with the copies in the file.
-    """
-    with errors_of_peft(str(Path(folder) / SETTINGS)), base_unchanged(base):
-        tensors, config = tensors_in(folder, base), saved_config(folder)
+    """Adds the adapter in a folder to a base or PeftModel, with the values of `saved_config`. Returns the PeftModel."""
+    with errors_of_peft(str(Path(folder) / SETTINGS)):
+        tensors, config = load_file(Path(folder) / TENSORS), saved_config(folder)
         config.inference_mode = not trainable
         if isinstance(base, PeftModel):
             base.add_adapter(name, config)
@@ -563,32 +527,6 @@ def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainabl
             base = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(base, config, name)
         set_peft_model_state_dict(base, tensors, name)
     return base
-
-
-@contextmanager
-def base_unchanged(base: nn.Module) -> Iterator[None]:
-    """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
-
-    For each weight, compares the address, torch's version counter and 64 values. The values are compared because
-    `weight.data -= x` does not change the version counter.
-    """
-
-    def state() -> list[tuple[int, int, str]]:
-        fingerprints = []
-        for name, weight in base.named_parameters():
-            if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
-                shard = weight.to_local() if isinstance(weight, DTensor) else weight
-                # The stride is odd, so that the sample covers different columns of the matrix.
-                sample = shard.detach().flatten()[:: shard.numel() // 64 | 1]
-                fingerprints.append((shard.data_ptr(), shard._version, str(sample.tolist())))
-        return fingerprints
-
-    before = state()
-    yield
-    if state() != before:
-        raise SelfCheckFailed(
-            "an adapter changed the weights of the base, which all models share; start again without this adapter"
-        )
 
 
 @contextmanager

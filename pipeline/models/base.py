@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, in_brief
-from pipeline.models.compatibility import Base, check_weights
+from pipeline.errors import InputError, blame_key, in_brief
+from pipeline.models.compatibility import Base, safetensors_files, shapes_in
 from pipeline.system.hub import HEAD_NAMES, KEY, base_config, base_file, local, source, weight_files
 
 if TYPE_CHECKING:
@@ -139,7 +139,6 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
             KEY,
         )
     freeze(base)
-    check_finite(base)
     if model.load_in_4bit:
         _one_nf4_path(base)
     if scorer:
@@ -148,14 +147,18 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
 
 
 def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:
-    """Returns a description of a base, read from its files. Raises InputError if a file is missing or damaged.
+    """Returns a description of a base, read from its files.
+
+    Raises InputError if a file is missing or damaged, or if the weights are pickles and `allow_pickle` is off.
 
     Args:
         scorer: whether the base is a full reward model, which must have a scalar head.
         weights: whether to read the weight files in addition to config.json.
     """
     config = base_config(model.name_or_path, model.revision)
-    base = Base(model, config, check_weights(model) if weights else {})
+    with blame_key(KEY):
+        files = safetensors_files(model, fetch=False) if weights else []
+        base = Base(model, config, {name: shape for file in files for name, shape in shapes_in(file).items()})
     heads = [shape for name, shape in base.shapes.items() if name.startswith(HEAD_NAMES)]
     if scorer and base.shapes and not any(head[:1] == (1,) for head in heads):
         raise InputError(  # transformers would initialize a random head
@@ -220,18 +223,6 @@ def freeze(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-
-
-def check_finite(model: torch.nn.Module) -> None:
-    """Raises InputError if a weight of the base contains NaN or infinity."""
-    import torch
-
-    for name, weight in model.named_parameters():
-        shard = weight.to_local() if hasattr(weight, "to_local") else weight  # the local shard
-        # aminmax takes no longer than reading the weight from memory. On a CPU, isfinite would take 20 times as long.
-        checkable = shard.is_floating_point() and shard.numel() and shard.device.type != "meta"
-        if checkable and not torch.stack(torch.aminmax(shard)).isfinite().all():
-            raise InputError(f"{name} contains NaN or infinity; fetch or save the model again", KEY)
 
 
 def _nf4(dtype: torch.dtype) -> Any:

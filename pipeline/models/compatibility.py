@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, blame_key, in_brief, show_value
+from pipeline.errors import InputError, in_brief, show_value
 from pipeline.job import lora as lora_section
 from pipeline.system.hub import HEAD_NAMES, KEY, base_file, base_json, local
 
@@ -73,19 +73,6 @@ def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file}: not a complete safetensors file ({in_brief(error)}); {fix}") from error
-
-
-def check_weights(model: Model) -> Shapes:
-    """Returns the shapes of a base's tensors, or {} for pickles and for Hub weights that are split into several files.
-
-    Raises InputError if a file is damaged or missing, or if the weights are pickles and `allow_pickle` is off.
-    """
-    with blame_key(KEY):
-        return {
-            name: shape
-            for file in safetensors_files(model, fetch=False)
-            for name, shape in shapes_in(file).items()
-        }
 
 
 def safetensors_files(model: Model, fetch: bool) -> list[Path]:

@@ -31,9 +31,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
-        self.tokenizer, self.as_text = tokenizer, as_text and getattr(tokenizer, "is_fast", False)
-        if not getattr(tokenizer, "is_fast", False):
-            return  # a slow tokenizer, which a reward model may have
+        self.tokenizer, self.as_text = tokenizer, as_text
         added = [token for _, token in sorted(tokenizer.backend_tokenizer.get_added_tokens_decoder().items())]
         ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
         template = str(tokenizer.chat_template)

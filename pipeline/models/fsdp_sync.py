@@ -4,8 +4,8 @@ Each forward and each backward of a sharded base gathers every layer from all ra
 other ranks would wait forever. A rank runs fewer forwards if its completions end earlier, if it has fewer micro-batches, or when
 rank 0 alone checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of their next
 step: nothing, a forward with gradients (and its role), or a forward without gradients. A rank with a smaller code joins with
-forwards of one token until all codes are equal. Each rank calls `catch_up` before any other collective. `catch_up` returns when
-no rank has a forward left to run.
+forwards of one token until all codes are equal. Each rank calls `catch_up` before any other collective, as `all_reduce` and
+`gather` do. `catch_up` returns when no rank has a forward left to run.
 
 A rank that joins a forward with gradients runs the matching backward immediately. Therefore a rank with more work, as in ppo,
 must run the backward of a forward before its next forward. In TRL's stages, all ranks have the same number of batches.
@@ -56,19 +56,10 @@ class Lockstep:
         return [None, *(self.shared.roles if self.shared else ())]
 
     def _agree(self, own_code: int) -> int:
-        """Returns the largest code over all ranks. Forwards without gradients have the largest code, so the ranks run them first.
-
-        Raises:
-            RuntimeError: on every rank, if two ranks are about to train different roles.
-        """
-        learns = NOTHING < own_code < WITHOUT_GRADIENTS
-        codes = torch.tensor([own_code, -own_code if learns else -WITHOUT_GRADIENTS])
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self.group)
-        largest, smallest_learning = codes[0].item(), -codes[1].item()
-        if smallest_learning < largest < WITHOUT_GRADIENTS:
-            names = [self._roles[code - 1] for code in (smallest_learning, largest)]
-            raise RuntimeError(f"ranks train different roles at the same time: {names[0]} and {names[1]}")
-        return int(largest)
+        """Returns the largest code over all ranks. Forwards without gradients have the largest code, so they run first."""
+        code = torch.tensor(own_code)
+        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=self.group)
+        return int(code)
 
     def catch_up(self) -> None:
         """Joins the other ranks' forwards until no rank has a forward left to run. Every rank must call this method."""
@@ -98,3 +89,27 @@ def catch_up() -> None:
     """Runs the forwards of a sharded base for which other ranks wait. Every rank must call this function before a collective."""
     if current is not None:
         current.catch_up()
+
+
+def world() -> tuple[int, int]:
+    """Returns (rank, number of workers), or (0, 1) if torch.distributed is not in use."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def all_reduce(x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Sums `x` over the workers, or reduces it by `op`. Works in place, and returns `x`."""
+    if world()[1] > 1:
+        catch_up()
+        dist.all_reduce(x, op=op)
+    return x
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the list of all workers' values, on every worker. Values must be small Python objects."""
+    values = [value] * world()[1]
+    if len(values) > 1:
+        catch_up()
+        dist.all_gather_object(values, value)
+    return values

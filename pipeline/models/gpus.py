@@ -18,6 +18,25 @@ def list_local_gpus() -> list[tuple[str, float]]:
     return [(gpu.name, float(gpu.total_memory)) for gpu in devices]
 
 
+def model_flops_utilization(
+    device: Any, base: Any, tokens: float, passes: float, seconds: float
+) -> dict[str, float]:
+    """Returns the metric `mfu`: FLOPs of a model's passes, divided by the FLOPs that the GPU could do in `seconds`.
+
+    Returns {} for a device without a known peak.
+
+    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights also takes 2 FLOPs, because only
+    activations have gradients. The FLOPs of recomputed activations are not included (MFU, Chowdhery et al. 2022, section 4.1).
+
+    Args:
+        base: the base. `num_parameters` counts each 4-bit weight of an NF4 base.
+        tokens: tokens per GPU.
+        passes: number of forwards and backwards of each token.
+    """
+    peak = peak_flops(device)
+    return {"mfu": 2 * base.num_parameters() * tokens * passes / (seconds * peak)} if peak else {}
+
+
 def peak_flops(device: Any) -> float | None:
     """Returns the peak bf16 FLOP/s of a torch.device according to its datasheet, or None for a CPU or an unknown GPU."""
     if device.type != "cuda":

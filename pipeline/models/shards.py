@@ -20,20 +20,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
 from pipeline.models.base import (
     base_configuration,
-    check_finite,
     errors_of_files,
     fp32_head,
     freeze,
     score_head,
 )
 from pipeline.models.compatibility import safetensors_files
-from pipeline.system.hub import HEAD_NAMES, base_file, source
+from pipeline.system.hub import HEAD_NAMES
 
 
 def load_shards(
@@ -69,14 +68,8 @@ def load_shards(
     _allocate(base, device)
     _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
     freeze(base)
-    check_finite(base)
     if scorer_tokenizer is not None:
         fp32_head(base)
-    elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        # generation_config.json may name additional tokens that end a completion
-        with errors_of_files(model):
-            path = source(model.name_or_path)
-            base.generation_config = GenerationConfig.from_pretrained(path, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
     return base
 

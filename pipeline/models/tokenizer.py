@@ -43,7 +43,7 @@ def load_tokenizer(
 ) -> Any:
     """Returns the tokenizer of a base, with a chat template, a pad token and an end-of-sequence token. The tokenizer can be
     pickled. The tokenizer has two attributes that transformers does not define: `text_as_chat` (see template.set_template), and
-    `generation_eos`, the ids in the base's generation_config.json that end a completion.
+    `generation_eos`, the ids that end a completion in transformers' generation config of the base.
 
     Raises InputError if the base, its tokenizer or the template is missing or damaged, or if no token can be
     the pad token or end a completion.
@@ -52,11 +52,14 @@ def load_tokenizer(
         chat_template: a Jinja file, "plain", or None for the tokenizer's own template ("plain" if it has none).
     """
     config = base_config(name_or_path, revision)
-    generation = base_json(name_or_path, "generation_config.json", revision) or {}
-    rows: Any = (config.get("text_config") or config).get("vocab_size")
+    text_config = config.get("text_config") or config
+    # Without this file, transformers uses config.json.
+    generation = base_json(name_or_path, "generation_config.json", revision)
+    generation_eos = _as_list((text_config if generation is None else generation).get("eos_token_id"))
+    rows: Any = text_config.get("vocab_size")
     tokenizer = _read(name_or_path, revision, trust_remote_code)
     if tokenizer.eos_token_id is None:
-        ends = [*_as_list(generation.get("eos_token_id")), *_as_list(config.get("eos_token_id"))]
+        ends = [*generation_eos, *_as_list(config.get("eos_token_id"))]
         tokens = [tokenizer.convert_ids_to_tokens(i) for i in ends if 0 <= i < len(tokenizer)]
         if not tokens:
             raise InputError(
@@ -67,7 +70,7 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # more ids that end a completion
+    tokenizer.generation_eos = [i for i in generation_eos if rows is None or i < rows]
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -133,16 +136,9 @@ def _check_ids(tokenizer: Any, rows: int | None, base_name: str) -> None:
 # ------------------------------------------------------------------------------------------- eos and pad rules
 
 
-def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """Returns the sorted ids of all tokens that end a completion: the EOS tokens and the tokens that end a turn.
-
-    Args:
-        generation_config: the model's configuration or its dict, whose eos ids are added to the tokenizer's `generation_eos`.
-    """
-    if generation_config is not None and not isinstance(generation_config, dict):
-        generation_config = generation_config.to_dict()
-    ids = {tokenizer.eos_token_id, *_as_list((generation_config or {}).get("eos_token_id"))}
-    ids |= set(getattr(tokenizer, "generation_eos", ()))
+def eos_ids(tokenizer: Any) -> list[int]:
+    """Returns the sorted ids of all tokens that end a completion: the EOS tokens and the tokens that end a turn."""
+    ids = {tokenizer.eos_token_id, *getattr(tokenizer, "generation_eos", ())}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}

@@ -15,7 +15,7 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 class Phases:
     """Adds up the seconds of each phase, and records its peak memory: `with phases("rollout"): ...`.
 
-    On a GPU, memory is the memory that torch allocated. On a CPU, memory is the process's resident set (Linux only, elsewhere 0).
+    On a GPU, memory is the memory that torch allocated. On a CPU, memory is the process's resident set.
     Each phase resets the operating system's peak, so getrusage does not report the peak of the whole run. The metric
     `memory/peak` reports the peak of the whole run. If memory runs out, raises OutOfMemory with the phase's name.
     """
@@ -52,22 +52,18 @@ class Phases:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since the last reset, in bytes, or 0 if the system does not report it."""
+    """Returns the peak memory since the last reset, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    return next(
-        int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")
-    )
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
 def reset_peak(device: torch.device) -> None:
     """Resets the peak of this process's memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif (clear_refs := Path("/proc/self/clear_refs")).exists():
+    else:
         # If a container forbids resetting the peak, the peak since the process started is an upper bound.
-        with suppress(PermissionError):
-            clear_refs.write_text("5")  # "reset the peak resident set size" (proc(5))
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # "reset the peak resident set size" (proc(5))

@@ -17,34 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.models.fsdp_sync import catch_up
+from pipeline.models.fsdp_sync import all_reduce, world
 from pipeline.ppo.config import PPOConfig
 from pipeline.scoring.forward import Sequences, collate_ids
 from pipeline.writing.rows import Completion
-
-
-def world() -> tuple[int, int]:
-    """Returns (rank, number of workers), or (0, 1) if torch.distributed is not in use."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Sums `x` over the workers, or reduces it by `op`. Works in place, and returns `x`."""
-    if world()[1] > 1:
-        catch_up()
-        dist.all_reduce(x, op=op)
-    return x
-
-
-def gather(value: Any) -> list[Any]:
-    """Returns the list of all workers' values, on every worker. Values must be small Python objects."""
-    values = [value] * world()[1]
-    if len(values) > 1:
-        catch_up()
-        dist.all_gather_object(values, value)
-    return values
 
 
 @dataclass(frozen=True)

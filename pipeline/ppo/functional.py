@@ -37,7 +37,6 @@ def whiten(
     x: Tensor,
     mask: Tensor,
     shift_mean: bool = True,
-    eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns `x` scaled to unit variance (unbiased, over the mask). The mean becomes 0, or is unchanged if `shift_mean=False`.
@@ -46,7 +45,6 @@ def whiten(
     are exactly 0. With fewer than two values, the variance is taken as 1.
 
     Args:
-        eps: added to the variance.
         all_reduce: sums a small tensor over the workers, so that all of them use the same mean; not needed with one worker.
     """
     mask = mask.bool()
@@ -56,7 +54,7 @@ def whiten(
     mean = total / count.clamp(min=1)
     centered = (x64 - mean).where(mask, 0.0)
     squares = reduce((centered**2).sum())
-    scale = torch.rsqrt(squares / (count - 1) + eps) if count > 1 else torch.ones_like(mean)
+    scale = torch.rsqrt(squares / (count - 1) + 1e-8) if count > 1 else torch.ones_like(mean)
     whitened = centered * scale if shift_mean else centered * scale + mean
     return whitened.where(mask, 0.0).to(x.dtype)
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pipeline.errors import Failure
 from pipeline.job.rollout import RolloutConfig
+from pipeline.models.fsdp_sync import all_reduce
 from pipeline.ppo import estimators
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, Totals, all_reduce
+from pipeline.ppo.episodes import Episodes, Totals
 from pipeline.ppo.functional import (
     kl_estimate,
     loss_weights,

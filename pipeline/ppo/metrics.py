@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.job.rollout import RolloutConfig
+from pipeline.models.fsdp_sync import all_reduce
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, all_reduce
+from pipeline.ppo.episodes import Episodes
 from pipeline.ppo.functional import kl_estimate, off_policy_weights
 
 
@@ -91,23 +92,13 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     }
 
 
-def seconds_at_peak(
-    args: PPOConfig, tokens: float, parameters: float, adapter_rewards: int, sampled_here: bool, peak: float
-) -> float:
-    """Returns the seconds that an update would take on a GPU that always ran at its `peak` FLOP/s.
-
-    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights also takes 2 FLOPs, because only
-    activations have gradients. The FLOPs of gradient checkpointing are not included. The result divided by the measured seconds
-    is the model FLOPs utilization (MFU, Chowdhery et al. 2022, section 4.1).
+def count_passes(args: PPOConfig, adapter_rewards: int, sampled_here: bool) -> float:
+    """Returns the number of forwards and backwards of each token in an update on a trainer.
 
     Args:
-        tokens: number of tokens of this worker's prompts and completions.
-        parameters: number of parameters of the base.
         sampled_here: True if this worker samples and scores, False if a rollout worker does.
     """
     roles = 1 + args.has_critic_adapter
     passes = (2 + adapter_rewards) * sampled_here  # forwards of sampling, reference and rewards
     passes += roles * (not args.learns_in_one_forward)  # forwards for old log-probs and values
-    passes += args.teacher_coef > 0
-    passes += args.num_ppo_epochs * roles * 2  # forward and backward
-    return 2 * parameters * tokens * passes / peak
+    return passes + (args.teacher_coef > 0) + args.num_ppo_epochs * roles * 2  # forward and backward

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.episodes import Episodes, collate, gather, world
+from pipeline.models.fsdp_sync import gather, world
+from pipeline.ppo.episodes import Episodes, collate
 from pipeline.ppo.sampler import Chunk, Sampled, Sampler
 from pipeline.writing.rows import Completion
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
+from pipeline.models.fsdp_sync import all_reduce, world
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
+from pipeline.ppo.episodes import Episodes, collate
 from pipeline.ppo.teacher import Teacher
 from pipeline.scoring import forward
 from pipeline.scoring.rewards import Reward, Samples, raw_scores
@@ -112,7 +113,7 @@ class Sampler:
         self.critic_reward, self.teacher = roles.critic_reward, roles.teacher
         self.tokenizer, self.args, shared = tokenizer, args, roles.shared
         self.reference = "reference" if "reference" in shared.roles else None  # None for the bare base
-        self.sampling = Sampling.from_args(args, tokenizer, shared)
+        self.sampling = Sampling.from_args(args, tokenizer)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
         # number of completions decoded at once, or None for a full chunk

@@ -24,23 +24,15 @@ from torch import Tensor, nn
 
 from pipeline.checks import raise_if_failed
 from pipeline.job.rollout import RolloutConfig
-from pipeline.models.gpus import peak_flops
+from pipeline.models.fsdp_sync import all_reduce, gather, world
+from pipeline.models.gpus import model_flops_utilization
 from pipeline.models.lora import cast_once
 from pipeline.ppo import losses
 from pipeline.ppo.clock import Phases
-from pipeline.ppo.episodes import (
-    Episodes,
-    Prompts,
-    Totals,
-    all_reduce,
-    deal,
-    minibatches,
-    prompt_order,
-    world,
-)
+from pipeline.ppo.episodes import Episodes, Prompts, Totals, deal, minibatches, prompt_order
 from pipeline.ppo.functional import adapted_kl_coef
 from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
-from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
+from pipeline.ppo.metrics import count_passes, episode_metrics, off_policy_metrics
 from pipeline.ppo.optimizer import optimizer_and_schedule
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, assemble_episodes
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
@@ -115,8 +107,7 @@ class PPOTrainer:
         for role in self.roles:
             shared.set_trainable(role, True)
         if self.workers > 1:
-            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
-            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
+            shared.can_pack = all(gather(shared.can_pack))
             # New adapters are random, so all ranks get the adapters of rank 0. The reference is broadcast, too, because it may be
             # a copy of a random policy.
             for role in filter(None, [*self.roles, self.sampler.reference]):
@@ -206,13 +197,10 @@ class PPOTrainer:
         tokens = metrics["completions/mean_length"] * count
         self.tokens += round(tokens)
         costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
-        if peak := peak_flops(self.device):
-            adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
-            parameters = self.shared.base.num_parameters()  # counts each 4-bit weight of an NF4 base
-            local = not self.rollouts.workers
-            ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, local, peak)
-            costs["mfu"] = ideal / seconds
-        return costs
+        adapters = sum(isinstance(reward, AdapterReward) for reward in self.sampler.rewards)
+        passes = count_passes(self.args, adapters, sampled_here=not self.rollouts.workers)
+        own_tokens = sum(episodes.lengths())
+        return costs | model_flops_utilization(self.device, self.shared.base, own_tokens, passes, seconds)
 
     # --------------------------------------------------------------------------------- rollout and scores
 
@@ -344,23 +332,25 @@ class PPOTrainer:
         """Returns the roles that learn in this update: in the first `critic_warmup_steps` updates, only the critic."""
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
-    def learn(self, episodes: Episodes) -> dict[str, float]:
+    def learn(self, own: Episodes) -> dict[str, float]:
         """Runs an optimizer step for each minibatch of each epoch. Returns the means of the steps' statistics.
 
         `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If this error is
         larger than rounding errors, old and new log-probs come from different policies.
+
+        Args:
+            own: the episodes that this worker has sampled.
         """
-        args, steps = self.args, 0
+        args, steps, episodes = self.args, 0, own.gathered(self.args.batch_size)
         sums: dict[str, float] = {}
         first_ratio: dict[str, float] = {}
-        local, episodes = episodes, episodes.gathered(args.batch_size)
         actions = episodes.learn.sum(-1).tolist()
         for minibatch in minibatches(args, self.update):
-            rows = [row for row in minibatch.tolist() if actions[row]]
-            totals = Totals.of(episodes.learn[rows])
+            learned = [row for row in minibatch.tolist() if actions[row]]
+            totals = Totals.of(episodes.learn[learned])
             if not totals.actions:
                 continue  # without actions, Adam's momentum would still change the weights
-            packs = self._packs(episodes, rows)
+            packs = self._packs(episodes, learned)
             share = deal(episodes.lengths(packs), self.workers)[self.rank]
             rows = [row for i in share for row in packs[i]]
             self.optimizer.zero_grad(set_to_none=True)
@@ -381,7 +371,7 @@ class PPOTrainer:
             steps += 1
         if self.reuses_training_forward and self.workers > 1:
             old = all_reduce(episodes.old_logprobs)  # only one worker has a row's log-probs; all others add 0
-            local.old_logprobs = old[local.indices, : local.mask.shape[1]]
+            own.old_logprobs = old[own.indices, : own.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 

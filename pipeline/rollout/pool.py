@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -24,14 +24,14 @@ from pipeline.settle.placement import Bundle
 from pipeline.settle.work import Work
 from pipeline.system import terminal
 
+if TYPE_CHECKING:
+    from pipeline.ppo.sampler import Key
+
 LOAD_TIMEOUT_S = 3600.0  # time limit for loading models; rollout.chunk_timeout_s if longer
 MAX_ATTEMPTS = 5  # number of workers that may die while sampling a chunk before the chunk counts as the cause
 RETRY_PAUSE_S = 2.0  # time before a chunk whose policy version is missing is distributed again
 # Errors with complete messages, which every worker would raise in the same way.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
-
-# A chunk's update, rank and number. The type is not imported from ppo/sampler.py, because ppo/sampler.py imports torch.
-Key = tuple[int, int, int]
 
 
 class WorkerLost(Exception):

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import shutil
 import sys
 import time
@@ -225,7 +224,7 @@ class Worker(ModelHost):
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
-        from pipeline.ppo.episodes import gather
+        from pipeline.models.fsdp_sync import gather
 
         return gather(value)
 
@@ -400,5 +399,4 @@ def peak_memory(device: Any) -> int:
 
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_reserved(device)
-    # macOS has no resettable peak, so this uses ru_maxrss, which macOS reports in bytes.
-    return clock.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return clock.peak_bytes(torch.device("cpu"))

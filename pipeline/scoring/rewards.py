@@ -103,10 +103,7 @@ class Samples:
 
 def _brief(value: Any, limit: int = 300) -> str:
     """Returns the repr of a value, shortened to `limit` characters."""
-    try:
-        text = repr(value)
-    except Exception as error:  # the value's __repr__ is user code
-        text = f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -140,7 +137,16 @@ class Reward(ABC):
             InputError: if the result is not a list of one number for each sample.
             Failure: if a number is not finite.
         """
-        scores = self._listed(self.score(samples), samples)
+        result = self.score(samples)
+        # Arrays and tensors, also tensors that require gradients, have the method tolist.
+        scores = result.tolist() if hasattr(result, "tolist") else result
+        is_list = isinstance(scores, (list, tuple))
+        if not is_list or len(scores) != len(samples):
+            found = f"{len(scores)} scores" if is_list else _brief(result, 100)
+            raise InputError(
+                f"reward {self} returned {found} (samples: {len(samples)}); expected a list of one number for each sample; "
+                f"the first is {samples.show(0)}"
+            )
         values = [_number(score) for score in scores]
         for i, value in enumerate(values):
             if value is None or not math.isfinite(value):
@@ -149,19 +155,6 @@ class Reward(ABC):
                     raise InputError(f"{problem}; return a number, or remove such rows from the data")
                 raise (InputError if value is None else Failure)(f"{problem}; expected a finite number")
         return [value for value in values if value is not None]
-
-    def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
-        """Returns scores as a list. Raises InputError if `scores` is not a list of one value for each sample."""
-        # Arrays and tensors, also tensors that require gradients, have the method tolist.
-        values = scores.tolist() if hasattr(scores, "tolist") else scores
-        is_list = isinstance(values, (list, tuple))
-        if not is_list or len(values) != len(samples):
-            result = f"{len(values)} scores" if is_list else _brief(scores, 100)
-            raise InputError(
-                f"reward {self} returned {result} (samples: {len(samples)}); expected a list of one number for each sample; "
-                f"the first is {samples.show(0)}"
-            )
-        return values
 
     def __str__(self) -> str:
         return repr(self.name)
@@ -345,13 +338,13 @@ class FunctionReward(Reward):
 LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
-def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` stack frames of a reward function as text. Omits libraries' frames, unless there are no others."""
+def _frames(error: BaseException) -> str:
+    """Returns the last 10 stack frames of a reward function as text. Omits libraries' frames, unless there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
     ]
-    return "".join(traceback.format_list((user_frames or frames[1:])[-limit:])).rstrip()
+    return "".join(traceback.format_list((user_frames or frames[1:])[-10:])).rstrip()
 
 
 def weighted_scores(rewards: Sequence[Reward], samples: Samples, normalize: bool) -> list[float]:

@@ -31,6 +31,7 @@ from pipeline.data.encode import Encoder, Example
 from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
+from pipeline.models.tokenizer import eos_ids
 from pipeline.run import memory
 from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
@@ -38,7 +39,7 @@ from pipeline.serving import LOOPBACK, REQUEST_S, protocol
 from pipeline.serving.answer import Answer, Stream, complete_prompts, time_limit
 from pipeline.serving.feedback import FeedbackStore, feedback_encoders, feedback_folder
 from pipeline.serving.metrics import Metrics, MetricsPage
-from pipeline.serving.models import Models, Served, end_token_ids, start_decoder
+from pipeline.serving.models import Models, Served, start_decoder
 from pipeline.serving.protocol import ChatRequest, Completion, CompletionRequest, Feedback, Refused
 from pipeline.serving.scores import MAX_ROWS, Scores
 from pipeline.settle.work import Work
@@ -93,7 +94,7 @@ def make_application(work: Work, digests: list[str]) -> Any:
         **replicas,
     )
     host = ModelHost(work)
-    encoding = (work.tokenizer, longest_row(host), end_token_ids(host), work.data.parse_special_tokens)
+    encoding = (work.tokenizer, longest_row(host), eos_ids(work.tokenizer), work.data.parse_special_tokens)
     folder = feedback_folder(limits, work.identity.storage_path) if limits.log_prompts else None
     return server.bind(work, digests, recorder.bind(folder, limits.max_feedback_bytes, encoding))
 
@@ -181,7 +182,7 @@ class Server:
         with memory.memory_errors_explained(work):
             shared, self.batcher = start_decoder(host)
             self.models = Models(host, shared, self.batcher)
-        stops, args, self.longest = end_token_ids(host), work.args, longest_row(host)
+        stops, args, self.longest = eos_ids(host.tokenizer), work.args, longest_row(host)
         self.sampling = Sampling(args.response_length, tuple(stops), args.min_new_tokens, args.temperature)
         self.scores = Scores(host, self.batcher)
         settings = (self.longest - args.response_length, "error", True, stops, work.data.parse_special_tokens)

@@ -19,7 +19,7 @@ from pipeline.input_uri import InputURI
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import check_base
-from pipeline.models.tokenizer import eos_ids, template_digest
+from pipeline.models.tokenizer import template_digest
 from pipeline.run import roles
 from pipeline.run.model_host import ModelHost
 from pipeline.scoring.rewards import Reward
@@ -27,7 +27,6 @@ from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
 from pipeline.settle.inputs import check_inputs
 from pipeline.settle.work import Input, Work
-from pipeline.system.hub import base_config, base_json
 from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
 from pipeline.writing.memory import free_bytes, kv_bytes
 from pipeline.writing.vllm import VllmDecoder, accepted_rank, start_llm
@@ -186,7 +185,7 @@ def start_decoder(host: ModelHost) -> tuple[SharedBase | None, Batcher]:
     shared = roles.shared_base(host)
     device, free = shared.device, free_bytes(shared.device)
     kv_size = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
-    max_positions = int(CACHE_FRACTION[device.type] * free / kv_size) if free < float("inf") else 1 << 20
+    max_positions = int(CACHE_FRACTION[device.type] * free / kv_size)
     decoder = SlotDecoder(
         shared,
         host.args.local_rollout_forward_batch_size,
@@ -217,14 +216,3 @@ def _vllm(host: ModelHost) -> Batcher:
     )
     llm = start_llm(work.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
     return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
-
-
-def end_token_ids(host: ModelHost) -> list[int]:
-    """Returns the token ids that end a completion. The result is the same as with `load_base`, but the base is not loaded."""
-    model = host.work.model
-    config = base_config(model.name_or_path, model.revision)
-    text_config = config.get("text_config") or config
-    generation = base_json(model.name_or_path, "generation_config.json", model.revision)
-    if generation is None:  # without this file, transformers uses config.json
-        generation = {"eos_token_id": text_config.get("eos_token_id")}
-    return [i for i in eos_ids(host.tokenizer, generation) if i < text_config.get("vocab_size", i + 1)]

@@ -10,9 +10,10 @@ from pipeline.data.formats import kind_of, parse_row
 from pipeline.data.values import Dropped, RowError
 from pipeline.input_uri import InputURI
 from pipeline.models.template import text_as_chat
+from pipeline.models.tokenizer import eos_ids
 from pipeline.run.model_host import ModelHost
 from pipeline.serving.batching import Batcher
-from pipeline.serving.models import Served, end_token_ids
+from pipeline.serving.models import Served
 from pipeline.settle.inputs import missing_parameter
 from pipeline.stages.pairs import samples_of, score_columns
 
@@ -23,7 +24,7 @@ class Scores:
     """Scores the rows of a request. Rows may have any format that the stage `score` accepts."""
 
     def __init__(self, host: ModelHost, batcher: Batcher) -> None:
-        data, self.tokenizer, self.ends = host.work.data, host.tokenizer, end_token_ids(host)
+        data, self.tokenizer, self.ends = host.work.data, host.tokenizer, eos_ids(host.tokenizer)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         settings = (host.work.context, data.overlong, apply, self.ends, data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("score"), *settings)

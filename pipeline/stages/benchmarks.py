@@ -22,9 +22,6 @@ from pipeline.statistics import mean, wilson_interval
 
 # Columns that the benchmarks' rules read
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
-TIES = (
-    "ties"  # subset of RewardBench 2 with several correct completions, which its files call `Ties` or `ties`
-)
 
 Scores = dict[str, dict[str, float]]  # {level or subset: number of rows, score, ends of the 95 % interval}
 
@@ -156,7 +153,8 @@ def _mean(values: Sequence[float]) -> float:
 def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
     """Scores RewardBench 2 and your own best-of-k rows. The score is the mean over the subsets."""
     subsets = _by_subset(rows, [best_of(row) for row in rows])
-    for name in [name for name in subsets if name.lower() == TIES]:
+    # RewardBench 2's subset with several correct completions is called `Ties` or `ties` in its files.
+    for name in [name for name in subsets if name.lower() == "ties"]:
         ties = [row for row in rows if str(row.row["subset"]) == name]
         subsets[name] = {"rows": len(ties), "score": ties_score(ties)}
     score = mean([entry["score"] for entry in subsets.values()])

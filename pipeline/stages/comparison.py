@@ -99,7 +99,7 @@ class Comparison:
         # Leaves out rewards that compare completions, because each completion is scored alone here.
         self.rewards = [reward for reward in rewards if not reward.compares]
         self.judge, self.baseline = judge, baseline
-        sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
+        sampling = Sampling.from_args(worker.args, worker.tokenizer)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
         # In a PPO job, null becomes a constant here, because a size that depends on free memory could change results after a
         # resume.

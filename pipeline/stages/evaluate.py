@@ -49,7 +49,7 @@ def promote_policy(work: Work, result: Result) -> registry.Version | None:
 
 
 def train(worker: Worker) -> dict[str, Any]:
-    from pipeline.models.tokenizer import warn_of_endless
+    from pipeline.models.tokenizer import eos_ids, warn_of_endless
     from pipeline.run import roles
     from pipeline.stages import benchmarks, pairs, probes
     from pipeline.stages import comparison as evaluation
@@ -60,7 +60,7 @@ def train(worker: Worker) -> dict[str, Any]:
     samples: list[dict[str, Any]] = []
     tables: dict[str, Any] = {"pairs": {}, "benchmarks": {}, "probes": {}, "best_of_n": []}
     prompts, preferences, benchmark_rows = (worker.rows(name) for name in ("eval", "pairs", "benchmarks"))
-    ends = shared.ends(worker.tokenizer)
+    ends = eos_ids(worker.tokenizer)
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")

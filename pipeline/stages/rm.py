@@ -8,6 +8,7 @@ standard deviation of its scores on eval completions, with which PPO normalizes 
 
 from typing import Any
 
+from pipeline.data.messages import SIDES, shared_length
 from pipeline.run.launch import Recipe
 from pipeline.run.parts import share_rows
 from pipeline.run.worker import Worker
@@ -46,7 +47,7 @@ def train(worker: Worker) -> dict[str, Any]:
     # Without eval rows, measures the mean and standard deviation of scores on some random training rows.
     indices = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(indices))
-    scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
+    scores = [pair[side] for side in SIDES for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     outcome.lineage = {"reward": {"mean": mean, "std": std}}
@@ -84,7 +85,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
             with torch.no_grad(), trainer.compute_loss_context_manager():
                 scores = model(**batch).logits.squeeze(-1).float()
             for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
-                lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
+                lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in SIDES}
                 pairs.append({"chosen": chosen, "rejected": rejected, **lengths})
             if worker.rank == 0:
                 progress.update()
@@ -102,7 +103,7 @@ def lowest_margins(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> 
         row, scores = rows[index], pairs[index]
         texts = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
         example: dict[str, Any] = {"prompt": texts[0]}
-        for side, text in zip(("chosen", "rejected"), texts[1:], strict=True):
+        for side, text in zip(SIDES, texts[1:], strict=True):
             example[side] = {"text": text, "score": scores[side]}
         examples.setdefault(texts, example)
     return list(examples.values())
@@ -113,8 +114,6 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
 
     A completion begins after the last generation prompt.
     """
-    from pipeline.data.messages import shared_length
-
     messages = [{"role": "user", "content": "?"}]
     prefix, _, suffix = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False

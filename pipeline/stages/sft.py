@@ -57,7 +57,7 @@ def train(worker: Worker) -> dict[str, Any]:
     prepared = {"skip_prepare_dataset": True}
     args = trl_trainer.make_arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
     rows, base = worker.rows("train"), worker.load_base()
-    ends = eos_ids(worker.tokenizer, base.generation_config)
+    ends = eos_ids(worker.tokenizer)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
     check_ends(base, worker.tokenizer, learned.intersection(ends))
     trainer = trl_trainer.make_trainer(

@@ -8,25 +8,27 @@ the first rows, or a pair with equal completions, stops the run.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checks import CheckResult, same_tensors
+from pipeline.data.messages import SIDES
 from pipeline.models.adapter_files import is_head
-from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.run.worker import Worker
 from pipeline.stages.kl_pairs import pair_rows
+from pipeline.system.hub import TENSORS
 
 CHECKED_ROWS = 64  # number of rows whose tokens are checked
 FORWARD_ROWS = 4  # number of rows that also go through the model
 MAX_LOGITS = 1 << 28  # maximum number of logits of a row that goes through the model, 1 GiB in fp32
-SIDES = ("chosen", "rejected")
 ADAPTERS = {"policy": "default", "reference": "ref"}  # {role: TRL's name of the adapter}
 
 Row = dict[str, Any]
@@ -199,7 +201,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
     from peft import get_peft_model_state_dict
 
     folder = worker.input(role)
-    stored = {key: tensor.float() for key, tensor in tensors_in(folder, model).items()}
+    stored = {key: tensor.float() for key, tensor in load_file(os.path.join(folder, TENSORS)).items()}
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTERS[role], save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
     return same_tensors(f"the {role} equals the adapter in its file", loaded, stored, folder)
@@ -308,7 +310,8 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                 else:
                     completions = {side: row[f"{side}_ids"] for side in SIDES}
                 for side, completion in completions.items():
-                    logprob = completion_logprob(model, row["prompt_ids"], completion)
+                    all_logprobs = logprobs_alone(model, row["prompt_ids"] + completion)
+                    logprob = float(all_logprobs[len(row["prompt_ids"]) - 1 :].sum())
                     logprobs.setdefault(side, []).append(logprob)
         for side, values in logprobs.items():
             reported = sum(metrics[f"logps/{side}"])
@@ -350,11 +353,6 @@ def logprobs_alone(model: Any, ids: list[int]) -> Tensor:
     row = torch.tensor([ids], device=model.device)
     logits = model(input_ids=row).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, row[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
-
-
-def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> float:
-    """Returns the log-prob of a completion, from a forward pass of its row alone."""
-    return float(logprobs_alone(model, prompt + completion)[len(prompt) - 1 :].sum())
 
 
 def rounding_tolerance(trainer: Any, model: Any) -> float:

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from pipeline.checks import raise_if_failed
 from pipeline.models import adapter_files, probes
 from pipeline.models.adapters import as_peft_model, errors_of_peft
-from pipeline.models.gpus import peak_flops
+from pipeline.models.gpus import model_flops_utilization
 from pipeline.planning import plan
 from pipeline.run import best
 from pipeline.run.best import FIX, Best
@@ -90,16 +90,10 @@ class Reporter(TrainerCallback):
             return {}
         self.tokens, self.seconds = self.tokens + tokens, 0.0
         rates = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
-        if peak := peak_flops(self.device):
-            # A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes 2 FLOPs as well, because
-            # only activations have gradients. The FLOPs of recomputed activations are not included (Chowdhery et al. 2022, PaLM,
-            # sec. 4.1).
-            spec = self.worker.work.spec
-            passes = 2 + spec.keeps_reference + spec.further_forwards
-            base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
-            flops = 2 * base.num_parameters() * tokens * passes
-            rates["mfu"] = flops / (seconds * peak * self.worker.world)
-        return rates
+        spec = self.worker.work.spec
+        passes = 2 + spec.keeps_reference + spec.further_forwards
+        base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
+        return rates | model_flops_utilization(self.device, base, tokens / self.worker.world, passes, seconds)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **_: Any) -> None:
         if self.worker.rank:

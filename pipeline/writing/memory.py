@@ -38,7 +38,7 @@ def decoding_rows(shared: Any, max_rows: int, longest: int) -> tuple[int, float]
 
 
 def free_bytes(device: Any) -> float:
-    """Returns the bytes that this process can still allocate on a torch.device, or infinity if unknown."""
+    """Returns the bytes that this process can still allocate on a torch.device."""
     if device.type == "cuda":
         import torch
 
@@ -49,12 +49,9 @@ def free_bytes(device: Any) -> float:
 
 
 def free_of_node() -> float:
-    """Returns the bytes of memory available here, within the container's limit, or infinity if unknown."""
-    available = [math.inf]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = meminfo.read_text().splitlines()
-        available += [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
+    """Returns the bytes of memory available here, within the container's limit."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = [int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")]
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),  # cgroup version 1

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.models.adapters import SharedBase
+from pipeline.models.tokenizer import eos_ids
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Sampling:
     seed: int = 0
 
     @classmethod
-    def from_args(cls, args: Any, tokenizer: Any, shared: SharedBase) -> Sampling:
+    def from_args(cls, args: Any, tokenizer: Any) -> Sampling:
         """Returns the Sampling for a PPOConfig, or for arguments with the same names."""
-        ends = tuple(shared.ends(tokenizer))
+        ends = tuple(eos_ids(tokenizer))
         return cls(args.response_length, ends, args.min_new_tokens, args.temperature, seed=args.seed)
 
 

@@ -1,19 +1,14 @@
 """Tests SharedBase: roles on one base, log-probs, scores, files in peft's format, and gradients under checkpointing."""
 
-import re
-from contextlib import nullcontext
-
 import peft
 import pytest
 import torch
 import toy_ppo as toy
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from pipeline.commands import export
-from pipeline.errors import InputError, SelfCheckFailed
-from pipeline.models import adapter_files
-from pipeline.models.adapters import SharedBase, as_peft_model
+from pipeline.errors import InputError
+from pipeline.models.adapters import SharedBase
 
 QUICK = ("llama", "gpt2", "gemma2")
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in toy.KINDS]
@@ -37,72 +32,6 @@ def test_every_dropout_is_off_even_in_train_mode():
     ids, *_ = toy.batch()
     with shared.use("policy"):
         assert torch.equal(shared.base(input_ids=ids).logits, shared.base(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("start", "dtype"),
-    [("pissa", torch.float32), ("pissa_niter_2", torch.bfloat16), ("olora", torch.float32)],
-)
-def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
-    """The check must not rely on a weight's version counter, because assigning to `weight.data` does not change the counter."""
-    shared = SharedBase(toy.base().to(dtype))
-    shared.add("policy", lora=toy.LORA)
-    with pytest.raises(SelfCheckFailed, match="an adapter changed the weights of the base"):
-        shared.add("x", lora={**toy.LORA, "init_lora_weights": start})
-
-
-@pytest.mark.parametrize(
-    ("targets", "save"),
-    [(["embed_tokens", "lm_head"], "auto"), (["q_proj"], True)],
-    ids=["embedding", "option"],
-)
-def test_copies_of_base_weights_in_a_peft_file_must_equal_the_base(targets, save, tmp_path):
-    """peft saves copies of base weights with adapters of embeddings. Our loaders only check that these copies equal the base."""
-    made = peft.get_peft_model(
-        toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
-    )
-    learned = [p for p in made.parameters() if p.requires_grad]
-    for parameter in learned:
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    made.save_pretrained(tmp_path, save_embedding_layers=save)
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    (key, *_) = [name for name in tensors if "lora_" not in name]
-    own = sum(p.numel() for p in learned)
-    assert adapter_files.describe_adapter(tmp_path)["parameters"] == own
-    shared = SharedBase(toy.base())
-    shared.add("policy", folder=tmp_path)
-    shared.save("policy", tmp_path / "again")
-    assert not adapter_files.was_trained(tmp_path / "again", tmp_path)
-    ids, *_ = toy.batch()
-    expected = made.eval()(input_ids=ids).logits
-
-    def readers():
-        shared = SharedBase(toy.base())
-        yield shared, lambda: shared.add("policy", folder=tmp_path)
-        yield shared, lambda: shared.add("again", folder=tmp_path, trainable=True)
-        yield toy.base(), lambda: as_peft_model(base, tmp_path)
-        continued = as_peft_model(toy.base(), tmp_path, trainable=True)
-        yield continued, lambda: as_peft_model(continued, tmp_path, "ref")
-        yield toy.base(), lambda: export.merge_adapter(base, str(tmp_path), "float32")
-
-    for base, read in readers():
-        model = read() or base
-        with model.use("policy") if isinstance(model, SharedBase) else nullcontext():
-            logits = (model.base if isinstance(model, SharedBase) else model)(input_ids=ids).logits
-        torch.testing.assert_close(logits, expected)
-    for other in (tensors[key] + 1, tensors[key].new_zeros(1, 1)):
-        attempts = [*readers()]
-        save_file({**tensors, key: other}, file)
-        for base, read in attempts:  # noqa: B007
-            with pytest.raises(
-                InputError, match=f"{re.escape(key)} differs from the base's weight.*merge the adapter into"
-            ):
-                read()
-        save_file(tensors, file)
-    # As if the adapter had been trained and saved in bfloat16.
-    save_file({**tensors, key: tensors[key].bfloat16()}, file)
-    as_peft_model(toy.base(), tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- files

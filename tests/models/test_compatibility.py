@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
@@ -74,14 +73,6 @@ def test_a_config_that_does_not_fit_the_weights_is_an_error_of_the_base(changes,
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(InputError, match=rf"^model\.name_or_path: .*{says}"):
-        load(base)
-
-
-def test_a_base_with_an_infinite_weight_is_rejected(base):
-    tensors = load_file(base / SINGLE)
-    tensors[UP][3, 5] = float("-inf")
-    save_file(tensors, base / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=rf"^model\.name_or_path: {UP} contains NaN or infinity"):
         load(base)
 
 

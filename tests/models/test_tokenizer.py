@@ -122,7 +122,7 @@ def test_the_eos_token_can_come_from_the_generation_config(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_token_id == 3
-    assert eos_ids(tokenizer, {"eos_token_id": [3, 5]}) == [3, 5]
+    assert eos_ids(tokenizer) == [3, 5]
 
 
 def test_eos_ids_include_the_end_of_turn_if_the_template_writes_it(tmp_path):

@@ -49,7 +49,7 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
 def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
     trainer = toy.trainer(**settings)
     assert "mfu" not in trainer.run_update()  # the table of peak FLOPS has no entry for CPUs
-    monkeypatch.setattr("pipeline.ppo.trainer.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("pipeline.models.gpus.peak_flops", lambda device: 1e9)
     kept = toy.recorded(trainer)
     metrics = trainer.run_update()
     tokens = sum(map(len, kept[0].prompt_ids)) + sum(map(len, kept[0].completion_ids))

@@ -210,11 +210,11 @@ ASKS = """
 import asyncio, json, sys
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges import forms
-from pipeline.scoring.judges.client import JudgeRequest, JudgeClient
+from pipeline.scoring.judges.client import JudgeClient
 from pipeline.scoring.judges.store import Store
 given = Definition(model={model!r}, form="score", endpoint={endpoint!r}, timeout_s=30, concurrency=4)
 client = JudgeClient(given, Store({storage!r}, "run"), "judge", 60)
-asked = [JudgeRequest([{{"role": "user", "content": str(i)}}], 0, lambda answer: forms.scores_in_answer(given, None, answer)) for i in range({count})]
+asked = [(forms.JudgeQuestion([{{"role": "user", "content": str(i)}}], ((i,),)), 0) for i in range({count})]
 print(json.dumps([one["text"] for one in asyncio.run(client.answers(asked))]), flush=True)
 """
 

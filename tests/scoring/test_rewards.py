@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,11 +59,6 @@ def checked(returned):
     return FunctionReward(lambda prompts: returned, name="polite").checked(samples())
 
 
-class Unshown:
-    def __repr__(self):
-        return 1 / 0
-
-
 NO_LIST = r"returned {} \(samples: 3\); expected a list of one number for each"
 NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', row \{{.*\}} \(sample 1 of 3\); expected a finite"
 
@@ -79,9 +75,6 @@ NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', ro
         ),
         ([1, torch.tensor(-math.inf), 1], NO_NUMBER.format(r"tensor\(-inf\)")),
         ([1, 10**400, 1], NO_NUMBER.format(r"1000+\.\.\.")),
-        pytest.param(
-            [1, Unshown(), 1], NO_NUMBER.format("<Unshown whose repr raised ZeroDivisionError>"), id="unshown"
-        ),
         ([1, torch.ones(2), 1], NO_NUMBER.format(r"tensor\(\[1\., 1\.\]\)")),
     ],
     ids=str,
@@ -184,7 +177,8 @@ def test_a_reward_model_on_another_base():
     assert ModelReward(model).score(texts) == pytest.approx(own, abs=1e-5)
 
     class Letters:  # a different tokenizer: one id per character
-        eos_token_id, chat_template = 3, None
+        eos_token_id, eos_token, chat_template = 3, None, None
+        backend_tokenizer = SimpleNamespace(get_added_tokens_decoder=dict)
 
         def __call__(self, text):
             return transformers.BatchEncoding({"input_ids": [ord(c) % 50 + 5 for c in text]})

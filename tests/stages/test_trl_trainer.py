@@ -93,7 +93,7 @@ def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
         measured.on_step_begin(None, None, None)
         trainer._total_train_tokens += 300
         measured.on_step_end(None, SimpleNamespace(global_step=1), None)
-    monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("pipeline.models.gpus.peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
     # three passes over 600 tokens: forward and backward of the policy, forward of the reference

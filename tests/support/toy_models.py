@@ -96,7 +96,7 @@ class Engine:
         return tokenizer().apply_chat_template(roles, add_generation_prompt=add_prompt, return_dict=False)
 
     def sample(self, prompts: list[list[int]], length: int, **keys) -> list[Completion]:
-        sampling = Sampling(length, tuple(eos_ids(tokenizer(), self.shared.base.generation_config)), **keys)
+        sampling = Sampling(length, tuple(eos_ids(tokenizer())), **keys)
         decoder = SlotDecoder(self.shared, len(prompts), tokenizer().pad_token_id)
         return decoder.generate("policy", prompts, range(len(prompts)), sampling)
 

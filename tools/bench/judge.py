@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 
 import aiohttp
 from aiohttp import web
@@ -61,15 +60,13 @@ def ours(endpoint: str) -> None:
     """Uses the pipeline's client, which writes each answer to disk before the answer is used."""
     from pipeline.job.judge import Definition
     from pipeline.scoring.judges import forms
-    from pipeline.scoring.judges.client import JudgeClient, JudgeRequest
+    from pipeline.scoring.judges.client import JudgeClient
     from pipeline.scoring.judges.store import Store
 
     definition = Definition(MODEL, "score", endpoint, concurrency=CONCURRENCY)
     texts = [f"question {i}" for i in range(QUESTIONS)]
     questions = forms.make_questions(definition, texts, texts, [{}] * QUESTIONS, range(QUESTIONS))
-    requests = [
-        JudgeRequest(one.messages, 0, partial(forms.scores_in_answer, definition, one)) for one in questions
-    ]
+    requests = [(question, 0) for question in questions]
     with tempfile.TemporaryDirectory() as folder:
         client = JudgeClient(definition, Store(folder, "bench"), "judge")
         measured(lambda: asyncio.run(client.answers(requests)))

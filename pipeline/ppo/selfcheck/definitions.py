@@ -21,10 +21,11 @@ from torch import Tensor
 from pipeline.checks import CheckResult
 from pipeline.job.rollout import RolloutConfig
 from pipeline.models.adapters import SharedBase
+from pipeline.models.fsdp_sync import all_reduce, gather
 from pipeline.models.precision import precision_of
 from pipeline.ppo import estimators, losses
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.episodes import Episodes, Prompts, Totals, all_reduce, gather
+from pipeline.ppo.episodes import Episodes, Prompts, Totals
 from pipeline.ppo.losses import RunningMoments
 from pipeline.ppo.rollouts import Rollouts
 from pipeline.ppo.sampler import Sampler

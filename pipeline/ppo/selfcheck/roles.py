@@ -8,15 +8,17 @@ gradient checkpointing.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checks import CheckResult, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
-from pipeline.models.adapters import SharedBase, tensors_in
+from pipeline.models.adapters import SharedBase
 from pipeline.ppo.episodes import Episodes, Totals, collate
 from pipeline.ppo.selfcheck.definitions import (
     LOW_PRECISION,
@@ -26,6 +28,7 @@ from pipeline.ppo.selfcheck.definitions import (
     precision_of_base,
     root_mean_square,
 )
+from pipeline.system.hub import TENSORS
 
 ROUNDING = 1e-3  # relative difference of fp32 gradients that rounding explains
 
@@ -43,7 +46,7 @@ def check_roles(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
 
 def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     """Checks that the role's adapter in memory, with its head if it has one, is bit-identical to the file."""
-    tensors = tensors_in(folder, trainer.shared.base)
+    tensors = load_file(os.path.join(folder, TENSORS))
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     loaded = trainer.shared.tensors_of(role)
     if role == "critic":  # the trainer has rescaled the critic's head to an episode's score

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from pipeline.checks import CheckResult
 from pipeline.models.adapters import SharedBase
+from pipeline.models.fsdp_sync import all_reduce, gather
 from pipeline.models.template import user_header_and_generation_prompt
-from pipeline.ppo.episodes import Episodes, all_reduce, gather
+from pipeline.models.tokenizer import eos_ids
+from pipeline.ppo.episodes import Episodes
 from pipeline.ppo.rollouts import Versions
 from pipeline.ppo.sampler import Chunk, Sampled
 from pipeline.ppo.selfcheck import roles
@@ -263,7 +265,7 @@ def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
 
 def stops_on_every_eos(trainer: Learner) -> CheckResult:
     """Checks that sampling stops on every EOS token of tokenizer and base. Llama 3 has two."""
-    ends = trainer.shared.ends(trainer.sampler.tokenizer)
+    ends = eos_ids(trainer.sampler.tokenizer)
     message = f"completions end with the token ids {ends}"
     if missing := sorted(set(ends) - set(trainer.sampler.sampling.eos)):
         message += f", but sampling continues after {missing}"

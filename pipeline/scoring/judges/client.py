@@ -8,14 +8,13 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipeline.errors import Failure, InputError, escape_controls, in_brief, shorten
 from pipeline.job.judge import Definition
-from pipeline.scoring.judges.forms import TOP_LOGPROBS, Unusable
+from pipeline.scoring.judges.forms import TOP_LOGPROBS, JudgeQuestion, Unusable, scores_in_answer
 from pipeline.scoring.judges.store import COUNTS, Store
 from pipeline.system.credentials import without_secrets
 
@@ -28,15 +27,6 @@ PASSES = {408, 409, 425, 429}  # HTTP statuses after which a request is repeated
 CHARACTERS = 4  # characters per token, in estimates
 UNCLEAR = 5  # maximum unusable answers to one question, because each answer costs money
 QUOTED = 500  # maximum characters of an endpoint's answer in a message
-
-
-@dataclass(frozen=True)
-class JudgeRequest:
-    """A request with one question. `check` raises Unusable for an answer without a score."""
-
-    messages: list[dict[str, str]]
-    draw: int
-    check: Callable[[dict[str, Any]], Any]
 
 
 class JudgeClient:
@@ -66,28 +56,28 @@ class JudgeClient:
         url = urlsplit(definition.endpoint)
         self.url = url._replace(path=f"{url.path.rstrip('/')}/chat/completions").geturl()
 
-    def body(self, request: JudgeRequest) -> bytes:
+    def body(self, question: JudgeQuestion, draw: int) -> bytes:
         """Returns the body of a question's request."""
         definition = self.definition
-        body: dict[str, Any] = {"model": definition.model, "messages": request.messages}
+        body: dict[str, Any] = {"model": definition.model, "messages": question.messages}
         body |= {"temperature": definition.temperature, "max_tokens": definition.longest}
         if definition.form == "yes":
             body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-        body |= ({"seed": request.draw} if definition.temperature else {}) | definition.body
+        body |= ({"seed": draw} if definition.temperature else {}) | definition.body
         return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
 
-    def key_of(self, request: JudgeRequest, body: bytes) -> str:
+    def key_of(self, draw: int, body: bytes) -> str:
         """Returns the key of an answer in the store."""
         content = [
             self.definition.endpoint.encode(),
             self.definition.digest.encode(),
-            b"%d" % request.draw,
+            b"%d" % draw,
             body,
         ]
         return hashlib.sha256(b"\0".join(content)).hexdigest()
 
-    async def answers(self, requests: Sequence[JudgeRequest]) -> list[dict[str, Any]]:
-        """Returns the answer to each question. Raises Failure, InputError, or a disk error.
+    async def answers(self, requests: Sequence[tuple[JudgeQuestion, int]]) -> list[dict[str, Any]]:
+        """Returns the answer to each (question, number of the draw). Raises Failure, InputError, or a disk error.
 
         Each answer is on disk before this method returns. If a request fails, the method still waits for open requests, because
         answers to open requests cost money.
@@ -97,9 +87,10 @@ class JudgeClient:
         start = time.monotonic()
         self.counts, self.error, self.failing = dict.fromkeys(COUNTS, 0.0), None, None
         self.store.refresh()
-        bodies = [self.body(request) for request in requests]
-        keys = [self.key_of(request, body) for request, body in zip(requests, bodies, strict=True)]
-        by_key = dict(zip(keys, zip(keys, requests, bodies, strict=True), strict=True))
+        bodies = [self.body(question, draw) for question, draw in requests]
+        keys = [self.key_of(draw, body) for (_, draw), body in zip(requests, bodies, strict=True)]
+        questions = [question for question, _ in requests]
+        by_key = dict(zip(keys, zip(keys, questions, bodies, strict=True), strict=True))
         missing = iter([item for key, item in by_key.items() if key not in self.store.answers])
         headers = {"Content-Type": "application/json"}
         if self.key:
@@ -119,30 +110,30 @@ class JudgeClient:
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
         """Sends unanswered questions one by one, until no question is left or the call fails."""
-        for key, request, body in missing:  # all tasks share this iterator
+        for key, question, body in missing:  # all tasks share this iterator
             try:
                 async with self.store.asking(key) as open_question:
                     if open_question and not self.error:
-                        await self._ask(session, key, request, body)
+                        await self._ask(session, key, question, body)
             except Exception as error:
                 self.error = self.error or error
             if self.error:
                 return
 
     async def _ask(
-        self, session: aiohttp.ClientSession, key: str, request: JudgeRequest, body: bytes
+        self, session: aiohttp.ClientSession, key: str, question: JudgeQuestion, body: bytes
     ) -> None:
         """Repeats a question until its answer is usable, and stores the answer."""
         (pause, longest_pause), unclear_answers = PAUSES_S, 0
         while not self.error:
-            await self._wait_for_turn(request)
-            await self._reserve(request)
+            await self._wait_for_turn(question)
+            await self._reserve(question)
             try:
                 async with self.places:
                     if self.error:
                         return
                     content = await self._request(session, body)
-                tokens, model, answer, reason = self._read(request, content)
+                tokens, model, answer, reason = self._read(question, content)
             except Unusable as problem:
                 reason, wait = str(problem), problem.wait
             else:
@@ -172,22 +163,22 @@ class JudgeClient:
             pause = min(longest_pause, 2 * pause)
             await asyncio.sleep(min(wait, remaining) if self.reward_timeout_s >= 0 else wait)
 
-    def _tokens(self, request: JudgeRequest) -> tuple[int, int]:
+    def _tokens(self, question: JudgeQuestion) -> tuple[int, int]:
         """Returns the estimated tokens of a question, and the maximum tokens of its answer."""
-        return _length(request.messages), self.definition.longest
+        return _length(question.messages), self.definition.longest
 
-    async def _wait_for_turn(self, request: JudgeRequest) -> None:
+    async def _wait_for_turn(self, question: JudgeQuestion) -> None:
         """Waits until the limits of requests and tokens per minute allow another request."""
         definition, now = self.definition, time.monotonic()
         start, seconds = max(now, self.free_at), 0.0
         if definition.requests_per_minute:
             seconds = 60 / definition.requests_per_minute
         if definition.tokens_per_minute:
-            seconds = max(seconds, 60 * sum(self._tokens(request)) / definition.tokens_per_minute)
+            seconds = max(seconds, 60 * sum(self._tokens(question)) / definition.tokens_per_minute)
         self.free_at = start + seconds
         await asyncio.sleep(start - now)
 
-    async def _reserve(self, request: JudgeRequest) -> None:
+    async def _reserve(self, question: JudgeQuestion) -> None:
         """Counts a request as open. Raises Failure if the run's budget does not allow another request.
 
         Waits for open requests first if they may use up the budget, because a failed request costs nothing.
@@ -195,7 +186,7 @@ class JudgeClient:
         definition, totals = self.definition, self.store.totals[self.store.run]
         while True:
             dollars = definition.dollars(totals["sent"], totals["answered"])
-            estimate = definition.dollars(*self._tokens(request))
+            estimate = definition.dollars(*self._tokens(question))
             call_cost = dollars / totals["calls"] if totals["calls"] else estimate
             if definition.most_calls is not None and totals["calls"] + self.open >= definition.most_calls:
                 key = "most_calls"
@@ -243,7 +234,7 @@ class JudgeClient:
         return escape_controls(" ".join(text.split())[:QUOTED], lines=False)
 
     def _read(
-        self, request: JudgeRequest, content: bytes
+        self, question: JudgeQuestion, content: bytes
     ) -> tuple[tuple[int, int], str, dict[str, Any], str]:
         """Returns the tokens of question and answer, the model, the answer, and why the answer is unusable, or "".
 
@@ -262,7 +253,7 @@ class JudgeClient:
             answer["top"] = [[entry["token"], float(entry["logprob"])] for entry in top] if top else None
             if choice.get("finish_reason") == "length" and self.definition.form != "yes":
                 raise Unusable("the answer is truncated; raise max_tokens")
-            request.check(answer)
+            scores_in_answer(self.definition, question, answer)  # raises Unusable without a score
         except Unusable as problem:
             reason = f"found {self._quoted(answer['text'])!r}: {problem}"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -272,7 +263,7 @@ class JudgeClient:
         usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
         tokens: Any = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not all(type(count) is int and count >= 0 for count in tokens):
-            tokens = _length(request.messages), len(answer["text"]) // CHARACTERS
+            tokens = _length(question.messages), len(answer["text"]) // CHARACTERS
         return tokens, str(body.get("model", self.definition.model)), answer, reason
 
     def _other_model(self, model: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from pipeline.job.judge import Definition
 from pipeline.scoring.judges import forms
-from pipeline.scoring.judges.client import JudgeClient, JudgeRequest
+from pipeline.scoring.judges.client import JudgeClient
 from pipeline.scoring.judges.store import Store, answers_folder
 from pipeline.scoring.rewards import Reward, Samples
 from pipeline.system import loop
@@ -47,19 +46,11 @@ class JudgeReward(Reward):
         questions = forms.make_questions(
             definition, samples.prompts, samples.completions, samples.rows, samples.groups
         )
-        draws = [question for question in questions for _ in range(definition.draws)]
-        requests = [
-            JudgeRequest(
-                question.messages,
-                number % definition.draws,
-                partial(forms.scores_in_answer, definition, question),
-            )
-            for number, question in enumerate(draws)
-        ]
+        requests = [(question, draw) for question in questions for draw in range(definition.draws)]
         answers = loop.run_coroutine(self.client.answers(requests))
         scored = [
             (question, forms.scores_in_answer(definition, question, answer))
-            for question, answer in zip(draws, answers, strict=True)
+            for (question, _), answer in zip(requests, answers, strict=True)
         ]
         notes: list[dict[str, Any]] = [{"words": [], "orders": []} for _ in samples.rows]
         for (question, scores), answer in zip(scored, answers, strict=True):
