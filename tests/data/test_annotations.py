@@ -58,23 +58,6 @@ def choices(votes, **more):
 EXPORTS = [datasets_of_argilla, json_of_argilla, pairwise, choices]
 
 
-@pytest.mark.parametrize("export", EXPORTS)
-def test_a_record_is_a_row_with_the_answers_to_each_question(export):
-    rows = [flatten_annotation(export(votes), ["better"]) for votes in VOTES]
-    assert all(row.items() >= FIELDS.items() for row in rows)
-    side = {"left": "reply_1", "right": "reply_2"}
-    found = [
-        [side.get(one, one) for one in row["better"] or []]
-        if isinstance(row["better"], list)
-        else row["better"]
-        for row in rows
-    ]
-    found = [side.get(one, one) if isinstance(one, str) else one for one in found]
-    assert found == [VOTES[0], "reply_2", VOTES[2], None, VOTES[4]]
-    assert flatten_annotation(rows[0]) == rows[0]
-    assert {"annotations", "data", "fields", "responses", "better.responses"}.isdisjoint(rows[0])
-
-
 def test_other_answers_and_rows():
     for answer, expected in (
         (task("rating", "rating", [4]), 4),
@@ -120,21 +103,3 @@ def test_several_columns_of_labels_are_reported(tmp_path):
     ]
     assert (split.kept, split.dropped) == (2, {"tie": 2, "unlabeled": 1})
     assert split.label_values == {"x, y, z": {"first": 1, "second": 1, "tie": 2}}
-
-
-UP = {"prompt": "Say {}.", "completion": "As you wish."}
-
-
-@pytest.mark.parametrize("name", ["label", "kto_tag", "feedback"])
-@pytest.mark.parametrize("stage", ["sft", "kto"])
-def test_rows_without_a_label_are_not_imitated(tmp_path, stage, name):
-    labels = ["up", None, "", ["up", "down", "up"], ["down", "up"], "down", [], ["down"]]
-    made = [{**UP, "prompt": f"Say {n}.", name: label} for n, label in enumerate(labels * 2)]
-    columns = {"label": name} if name == "feedback" else None
-    path = write(tmp_path / "rows.jsonl", made)
-    report = make(tmp_path, stage, train=path, columns=columns, on_error="skip").report
-    split = report.splits["train"]
-    bad = {} if stage == "kto" else {"label": 4}
-    assert split.dropped == {"unlabeled": 8, **bad} and split.unread == {}
-    assert split.kept == (8 if stage == "kto" else 4)
-    assert f"{split.kept} of 16 training rows (8 without a label)" in report.headline()

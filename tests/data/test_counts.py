@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy_data import ROWS, make, tokenizer, write
 
-from pipeline.data import chunks, counts, files, read, tasks
+from pipeline.data import chunks, files, read, tasks
 from pipeline.data.report import Report
 from pipeline.job import Data
 
@@ -61,12 +61,6 @@ def test_eval_rows_that_are_also_in_train(tmp_path, rows, overlap, warning):
     report = make(tmp_path, "ppo", train=train, eval=train).report
     assert report.overlap == (20, 20)
     assert "20 rows of data.eval with a prompt that is also in data.train" in report.render()
-
-
-def test_versions_beyond_the_most_frequent_are_counted_together():
-    versions = {"models:/m/1": 1, "models:/m/2": 3, "models:/m/3": 1, "models:/m/5": 2}
-    assert counts.most_frequent(versions, 2) == {"models:/m/2": 3, "models:/m/5": 2, "others": 2}
-    assert counts.versions_in_words({PPO3: 1}, 3) == f"1 row from {PPO3}, 2 without a version"
 
 
 def test_rows_are_counted_by_version_and_source(tmp_path):

@@ -169,11 +169,6 @@ def test_rows_that_are_left_out(stage, row, options, kind):
     assert outcome(stage, row, **options) == kind
 
 
-def test_rows_that_are_dropped_and_pairs_that_are_kept():
-    row = {"prompt": "abc", "completion": "defghij"}
-    assert isinstance(encoded("sft", row, max_length=8, overlong="drop")[1][0], Dropped)
-
-
 def test_a_token_across_the_border_belongs_to_the_completion():
     """A token that contains text of prompt and completion is trained, as in TRL.
 

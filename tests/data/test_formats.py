@@ -5,9 +5,7 @@ import json
 import pytest
 from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, WEATHER, parsed
 
-from pipeline.data.formats import KINDS, kind_of
 from pipeline.data.values import RowError
-from pipeline.job.stages import STAGE_SPECS
 
 ASKED = "\n\nHuman: hi\n\nAssistant:"
 SINGLE = [  # the same demonstration in each row format
@@ -56,10 +54,9 @@ OTHERS = [  # stage, row, prompt, completions
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
     # a row format of the dataset Capybara
     ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),
-    ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
-    ("rm", {"chosen": "hi yo", "rejected": "hi no", "system": "s"}, [SYSTEM, USER], ENDS),
+    ("sft", {"messages": [SYSTEM, USER, BOT], "system": " s\n"}, [SYSTEM, USER], [([BOT],)]),
     ("ppo", {"prompt": "hi", "system": "s"}, [SYSTEM, USER], []),
     ("ppo", {"prompt": ASKED}, [USER], []),
     ("ppo", PREFERENCES[4], [USER], []),
@@ -230,21 +227,17 @@ ERRORS = [
     ("evaluate", {"prompt": "a", "completion": 0}, "wrong_type", "completion"),
     ("rm", {**PAIR, "margin": float("nan")}, "not_finite", "margin"),
     ("rm", {**PAIR, "margin": 101}, "margin", "margin"),
-    ("rm", {**PAIR, "margin": True}, "wrong_type", "margin"),
     ("rm", {**PAIR, "rejected": " b "}, "equal_pair", "chosen"),
     ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
-    ("kto", {"prompt": "a", "completion": "b", "label": 4}, "unclear_label", "label"),
     ("kto", {"messages": [USER, {**BOT, "weight": 0}, USER, BOT], "label": True}, "weight", "messages"),
     ("dpo", {"prompt": [USER], "chosen": [{"role": "assistant", "content": None, "tool_calls": [BARE]}],
              "rejected": [{"role": "assistant", "content": None, "tool_calls": [BARE]}]}, "equal_pair", "chosen"),
     ("dpo", {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]}, "prompts_differ", "rejected"),
     ("dpo", {"chosen": [USER, BOT, USER], "rejected": [USER, NO]}, "wrong_role", "chosen"),
     ("rm", {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]}, "unequal_answers", "neg_answers"),
-    ("rm", {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]}, "equal_pair", "pos_answers[1]"),
     ("rm", {"prompt": "a", "pos_answers": 1, "neg_answers": ["c"]}, "wrong_type", "pos_answers"),
     ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
     ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
-    ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
     ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
     ("sft", {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
     ("sft", {"prompt": "a", "completion": [{**BOT, "thinking": "b"}]}, "wrong_type", "completion"),
@@ -269,12 +262,6 @@ def test_fields_that_nothing_reads_may_hold_anything():
     assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]
     row = json.loads(parsed({"prompt": "a", **wrong, "id": 1.5}, "ppo").row)
     assert row == {"prompt": "a", "score": None, "more": [1, {"w": None, "t": "a?"}], "id": 1.5}
-
-
-def test_a_duplicate_system_prompt_and_one_with_an_empty_prompt():
-    assert parsed({"messages": [SYSTEM, USER, BOT], "system": " s\n"}, "sft").prompt == [SYSTEM, USER]
-    row = {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}
-    assert parsed(row, "dpo").prompt == [SYSTEM, USER]
 
 
 def test_keys_of_messages_that_nothing_reads_are_counted_and_change_nothing():
@@ -311,12 +298,10 @@ def test_thoughts_are_part_of_a_completion():
 TWO = [USER, {"content": 'it\'s "yo"', "role": "assistant"}]
 ARRAY = "[{'content': 'hi', 'role': 'user'}\n {'content': 'yo', 'role': 'assistant'}]"
 REPRS = [
-    str(TWO), str([{"from": "human", "value": "hi"}]), str([{"id": 7, **USER}]), f"array({ARRAY}, dtype=object)", f" [{ARRAY}]",
-    "[ChatCompletionMessage(content='yo', role='assistant')]", "[OrderedDict([('role', 'assistant'), ('content', 'yo')])]",
+    str(TWO), str([{"from": "human", "value": "hi"}]), f"array({ARRAY}, dtype=object)",
+    "[ChatCompletionMessage(content='yo', role='assistant')]",
 ]  # fmt: skip
-FIELDS = [
-    ("sft", "completion"), ("sft", "messages"), ("dpo", "prompt"), ("dpo", "chosen"), ("rm", "neg_answers"), ("score", "rejected"),
-]  # fmt: skip
+FIELDS = [("sft", "messages"), ("dpo", "prompt"), ("rm", "neg_answers"), ("score", "rejected")]
 LISTS = ["['a', 'b']", "('a', 'b')", "['a' 'b']", "array(['a', 'b'], dtype=object)", "[\"it's\", 'b']"]
 GIVEN = {"prompt": "hi", "chosen": "a", "rejected": "b", "completion": "c"}
 
@@ -349,12 +334,3 @@ def test_pythons_text_of_a_list_is_rejected_where_a_list_is_expected(text):
     cited = [f"{text}\n\nThis is a list." for text in (json.dumps(TWO), str(TWO))]
     for code in ("{'role': 'admin'}", json.dumps(BOT), "[", "{'from': 'NYC', 'to': 'LA'}", *cited):
         assert parsed({"prompt": "q", "completion": code}, "sft").pairs == [(code,)]
-
-
-def test_every_stage_with_rows_has_a_format():
-    stages = {name: spec.rows for name, spec in STAGE_SPECS.items() if spec.rows}
-    assert {*stages.values(), "pairs", "benchmarks"} == set(KINDS)
-    for stage in (*stages, "pairs", "benchmarks"):
-        kind = kind_of(stage)
-        prompts = "input_ids" in kind.columns and "labels" not in kind.columns
-        assert (kind.completions == "written") == prompts

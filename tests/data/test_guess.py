@@ -38,7 +38,6 @@ SETS = {
     "stack": rows(qid=1, question="How do I {}?", date="2016/01/01", metadata=["https://a"], response_j="Like this.", response_k="Like that."),
     "llmbar": rows(input="Name {} things.", output_1="One, two.", output_2="No, thanks.", label=(1, 2)),
     "pandalm": rows(idx=1, instruction="Do {} now.", input="", response1="Done it.", response2="Not done.", annotator1=(0, 1, 2), annotator2=(1, 2), annotator3=(1, 2)),
-    "alpaca_eval": rows(instruction="Do {} now.", output_1="Done it.", generator_1="gpt4", output_2="Not done.", generator_2="x", annotator="gpt4", preference=(1.0, 2.0, 1.5)),
     "shp": rows(post_id="k{}", history="A post {} here.", human_ref_A="One comment.", human_ref_B="Another one.", score_A=(3, 8), score_B=5, labels=(0, 1), seconds_difference=1.0),
     "webgpt": rows(question={"id": "1", "full_text": "Why is it so?"}, answer_0="Because of it.", answer_1="No idea why.", score_0=(0.5, -0.5), score_1=(-0.5, 0.5)),
     "arena": rows(model_a="gpt", model_b="claude", winner=("model_a", "model_b", "tie"), conversation_a=CHAT, conversation_b=OTHER),
@@ -53,13 +52,11 @@ SETS = {
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
-    "emoji": rows(question="Say {} now.", answer="As you wish.", reaction=("👍", "👎", "")),
     "annotators": rows(prompt="Say {} now.", completion="As you wish.", id=(7, 8), rating_anna=("1.0", "5.0", "NaN"), rating_ben=(2, 4), rating_carl=("", 3, 3), rating_by=("x", "y")),
     "a rating and its parts": rows(prompt="Say {} now.", completion="As you wish.", rating_tone=(1, 2), score=(3, 4), rating=(1, 3)),
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
     "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
     "form": rows(**{"Question": "Why {}?", "Answer A": "So {}.", "Answer B": "Not so.", "Which answer is better?": ("A is slightly better", "Both bad")}),
-    "verdicts": rows(**{"Question": "Why {}?", "Which answer is better?": ("A is slightly better", "Both bad")}),
     "votes in a list": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never.", best=(["reply_1", "reply_2"], ["reply_2"], None)),
     "a question about a text": rows(context="Old text {}.", question="Why {}?", answer="So it is."),
     "a solution with a short answer": rows(problem="What is {} plus 1?", solution="First {}. Then one.", answer="{}"),
@@ -78,7 +75,6 @@ FITS = {
     "ppo with data.columns='{prompt: question}'",
     "llmbar": "rm, dpo and kto with data.columns='{prompt: input, first: output_1, second: output_2}'; ppo with data.columns='{prompt: input}'",
     "pandalm": "rm, dpo and kto with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}'" + FIRST + "; ppo as they are",
-    "alpaca_eval": "rm, dpo and kto with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
     "shp": "rm, dpo and kto with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, second_score: score_B}'; "
     "ppo with data.columns='{prompt: history}'",
     "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, second_score: score_1}'; "
@@ -99,13 +95,11 @@ FITS = {
     "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
     "ppo with data.columns='{prompt: customer question}'",
     "ratings": "sft and kto with data.columns='{completion: response, label: rating}'" + GOOD + "; ppo as they are",
-    "emoji": "sft and kto with data.columns='{prompt: question, completion: answer, label: reaction}'" + GOOD + "; ppo with data.columns='{prompt: question}'",
     "annotators": "sft and kto with data.columns='{label: [rating_anna, rating_ben, rating_carl]}'" + GOOD + "; ppo as they are",
     "a rating and its parts": "sft and kto with data.columns='{label: rating}'" + GOOD + "; ppo as they are",
     "twins": "ppo as they are",
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
     "form": "rm, dpo and kto with data.columns=\"{prompt: Question, first: Answer A, second: Answer B, label: 'Which answer is better?'}\"" + FIRST + "; ppo with data.columns='{prompt: Question}'",
-    "verdicts": "ppo with data.columns='{prompt: Question}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
     "a question about a text": "sft with data.columns='{instruction: question, input: context, output: answer}'; "
     "ppo with data.columns='{instruction: question, input: context}'",
@@ -214,14 +208,6 @@ def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
         assert "match no format of" in misfit(SETS["stack"], stage, "n.jsonl")
 
 
-def test_a_name_that_yaml_would_misread_is_quoted():
-    made = rows(**{"the question: long": "Why is {} so?", "response": "It just is."})
-    found = guessed(made, "sft")
-    assert found == {"prompt": "the question: long", "completion": "response"}
-    shown = """data.columns="{prompt: 'the question: long', completion: response}\""""
-    assert guess.as_setting(found, made) == shown
-
-
 @pytest.mark.parametrize("names", [("rank_a", "rank_b"), ("tokens_1", "tokens_2")])
 def test_ranks_and_lengths_are_no_scores(names):
     rows = [
@@ -238,14 +224,6 @@ def test_one_value_alone_is_no_label():
 def test_several_texts_are_a_conversation_only_if_their_names_say_so():
     assert guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
     assert guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
-
-
-def test_pythons_text_of_a_list_fits_no_stage():
-    """In an earlier version, a row whose value was the text of a Python list caused a traceback."""
-    made = [{"messages": str(CHAT)} for _ in range(8)]
-    assert guess.fitting_stages(made) == ""
-    said = misfit(made, "sft", "chats.csv")
-    assert said.startswith("chats.csv:1: `messages`: found") and said.endswith("to_json or to_parquet")
 
 
 def test_unlabeled_rows_do_not_confirm_a_guess():

@@ -144,13 +144,3 @@ def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     missing = r"`tree`: found fields q, a, rank; expected the column in data.group_by"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
-
-
-def test_the_balance_of_labels_counts_the_draws(tmp_path):
-    """If an epoch draws only ten of a hundred good rows, the report counts ten good rows."""
-    ups = [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
-    downs = [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
-    up, down = write(tmp_path / "up.jsonl", ups), write(tmp_path / "down.jsonl", downs)
-    sources = [{"path": up, "weight": 0.5}, {"path": down, "weight": 0.5}]
-    assert make(tmp_path, "kto", train=sources).report.labels() == (12, 8)
-    assert make(tmp_path, "kto", train=[up, down]).report.labels() == (102, 8)

@@ -117,19 +117,6 @@ def test_truncated_files(tmp_path, name):
             make(tmp_path, train=[good, str(path)], on_error="skip")
 
 
-def test_damage_in_the_middle_of_a_file(tmp_path):
-    pq.write_table(
-        pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=10, compression="gzip"
-    )
-    data = bytearray((tmp_path / "rows.parquet").read_bytes())
-    group = pq.ParquetFile(tmp_path / "rows.parquet").metadata.row_group(2).column(0)
-    data[group.dictionary_page_offset + 20 : group.dictionary_page_offset + 60] = bytes(40)
-    (tmp_path / "rows.parquet").write_bytes(data)
-    *good, (number, error) = read_rows(tmp_path / "rows.parquet")
-    assert good == list(enumerate(ROWS[:20], 1)) and (number, error.kind) == (21, "damaged")
-    assert str(error).endswith("; not read: 30 rows")
-
-
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
 def test_columns_that_differ_from_json(tmp_path, format):
     words = pa.array([b"a", b"\xff", b"c"]).view(pa.string())

@@ -121,25 +121,7 @@ def test_several_templates_without_a_default(tmp_path):
     assert load_tokenizer(str(base)).chat_template == template
 
 
-def test_a_template_in_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    shutil.copy(PLAIN, tmp_path / "mine.jinja")
-    job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
-    assert "Human" in settle_job(job).tokenizer.chat_template
-
-
 # ---- which part is trained -------------------------------------------------------------------------------------
-
-
-def test_a_template_that_rewrites_earlier_turns():
-    """Like Qwen3's template, this template writes empty thoughts only before the last completion."""
-    empty = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
-    thoughts = CHATML.replace("{{ m.content | trim }}", empty + "{{ m.content | trim }}")
-    tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
-    assert trained(tok, example) == ["yo<|im_end|>", "<think></think>bye<|im_end|>"]
-    shifting = "{{ messages | length }}" + CHATML
-    _, (error,) = encoded("sft", CONVERSATION, template=shifting)
-    assert isinstance(error, RowError) and error.kind == "template"
 
 
 ENDS = ("</s>", "<|im_end|>")
@@ -209,29 +191,13 @@ def test_the_template_gets_any_key_that_it_reads(read):
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's template drops the thoughts in turns before the last question.
-
-    The report counts the turns whose thoughts are dropped.
-    """
-    template = real_template("qwen3")
-    made = encoder("sft", template=template, ends=ENDS)
-    call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
-    row = {
-        "messages": [USER, {**BOT, "thinking": "one"}, USER, call, {"role": "tool", "content": "x"}, THOUGHT]
-    }
-    record = parse_row(row, made.kind)
-    [[example]] = made.encode([record])
-    written = trained(made.tokenizer, example)
-    assert written[0] == "yo<|im_end|>" and written[1].startswith(
-        "<think>\nLook it up.\n</think>\n\nyo\n<tool_call>"
-    )
-    assert written[2] == "<think>\ntwo\n</think>\n\nbye<|im_end|>"
-    assert made.unread(record) == ("thoughts before the last turn",)
-    for stage, more in (("ppo", {}), ("dpo", {"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]})):
-        asking = encoder(stage, template=template, ends=ENDS)
-        record = parse_row({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
-        asking.encode([record])
-        assert asking.unread(record) == ("thoughts before the last turn",)
+    """Qwen3's template drops the thoughts in turns before the last question."""
+    turns = [USER, {**BOT, "thinking": "one"}, USER]
+    for stage, row in (("sft", {"messages": [*turns, THOUGHT]}), ("ppo", {"prompt": turns})):
+        made = encoder(stage, template=real_template("qwen3"), ends=ENDS)
+        record = parse_row(row, made.kind)
+        made.encode([record])
+        assert made.unread(record) == ("thoughts before the last turn",)
 
 
 CALL = {
@@ -240,30 +206,12 @@ CALL = {
     "thinking": "Look.",
     "tool_calls": [{"name": "f", "arguments": {}}],
 }
-FOUND = {"role": "tool", "content": "x"}
-
-
-def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
-    """gpt-oss's template drops the thoughts before a tool call if a final answer follows. Only assistant turns are trained."""
-    template = real_template("gptoss")
-    turns = [USER, CALL, FOUND, BOT, {"role": "user", "content": "why?"}, THOUGHT]
-    tok, (example,) = encoded("sft", {"messages": turns}, template=template, max_length=2000, ends=ENDS)
-    assert [run.rpartition("<|channel|>")[2] for run in trained(tok, example)] == [
-        "commentary json<|message|>{}<|call|>",
-        "yo",
-        "final<|message|>bye<|return|></s>"
-    ]  # fmt: skip
-    tok, (example,) = encoded(
-        "sft", {"messages": [*turns[:3], CALL]}, template=template, max_length=2000, ends=ENDS
-    )
-    assert [run.count("analysis<|message|>Look.<|end|>") for run in trained(tok, example)] == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("qwen3", "<think>\none\n</think>"), ("lfm2_2_5", "\u200b"), ("qwen3_5_think", "<think>one</think>\n\u200b"),
-     ("phi3", "[THINK]a[/THINK]"), ("llama3", "<think>\none\n</think>")],
-)  # fmt: skip
+    [("qwen3", "<think>\none\n</think>"), ("lfm2_2_5", "\u200b"), ("phi3", "[THINK]a[/THINK]")],
+)
 def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     """A turn without text counts as empty, with templates that keep thoughts and with templates that drop thoughts."""
     quiet = {"role": "assistant", "content": said}
@@ -279,15 +227,6 @@ def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
     turns[1] = {**CALL, "content": said}
     _, (example,) = encoded("sft", {"messages": turns}, template=real_template("qwen3"), ends=ENDS)
     assert isinstance(example, Example), "calls are no empty turn"
-
-
-def test_a_second_system_prompt_that_the_template_drops_is_an_error():
-    first = "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    systems = [{"role": "system", "content": words} for words in ("Be nice.", "Be brief.")]
-    made = encoder("sft", template=first, ends=ENDS)
-    for turns, kept in (([systems[0], USER, BOT], True), ([*systems, USER, BOT], False)):
-        [[example]] = made.encode([parse_row({"messages": turns}, made.kind)])
-        assert (not isinstance(example, RowError)) == kept
 
 
 def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_rejected():

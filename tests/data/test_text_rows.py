@@ -75,17 +75,6 @@ def test_damaged_files(tmp_path, name, content, kind, line, found):
     assert error.kind == kind and found in error.found and line in (number, None)
 
 
-def test_an_unterminated_array_is_decoded_only_once(tmp_path, monkeypatch):
-    calls, decode = [], text_rows.read_value
-    monkeypatch.setattr(text_rows, "BLOCK", 1 << 10)
-    monkeypatch.setattr(
-        text_rows, "read_value", lambda text, at: (calls.append(len(text)), decode(text, at))[1]
-    )
-    path = write(tmp_path / "a.json", b'[{"a": "' + b"x" * (1 << 20))
-    ((_, error),) = read_rows(path)
-    assert error.kind == "not_json" and sum(calls) < 5 << 20, "each block decodes all that was read before it"
-
-
 def test_numbers_of_any_length(tmp_path):
     row = f'{{"x": -{"9" * 5000}}}'
     for text in (row, f"[{row}]"):
