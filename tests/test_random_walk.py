@@ -1,7 +1,7 @@
-"""Runs commands on random rows, job files and models. A command must end with exit status 0 or 2 for any input.
+"""Runs `validate` on random rows, and loads random jobs. Any input must be accepted, or rejected with one message.
 
-Each of the 2,000 seeded cases mutates valid input a few times. A case passes if it ends within 20 seconds, with one message if
-the status is 2, without a traceback, and with an unchanged registry.
+Each of the 1,000 seeded cases of `validate` mutates valid rows a few times. A case passes if it ends with status 0 or 2 within
+20 seconds, with one message if the status is 2, and without a traceback.
 
     make test-all ARGS="tests/test_random_walk.py"      WALK_CASES=100 for fewer cases, WALK_SEED=7 for others
 """
@@ -16,16 +16,13 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from running import NO_EVAL, ROOT, stage
+from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.errors import InputError
@@ -33,7 +30,7 @@ from pipeline.job import ALL_STAGES, load_job, schema
 from pipeline.job.libraries import check_with_libraries
 from pipeline.job.stages import STAGE_SPECS
 
-CASES = int(os.environ.get("WALK_CASES", 2000))
+CASES = int(os.environ.get("WALK_CASES", 1000))
 SEED = int(os.environ.get("WALK_SEED", 1))
 SECONDS = 20
 # {stage: its rows in jobs/demo/data}
@@ -43,6 +40,12 @@ FILES = {
     "dpo": "preferences",
     "kto": "thumbs",
     "ppo": "prompts",
+}
+# {stage: overrides for inputs that need no earlier run}
+INPUTS = {
+    "dpo": ["policy=base"],
+    "kto": ["policy=base"],
+    "ppo": ["policy=base", "reward=python:pipeline.demo:gold", "judge=null"],
 }
 
 TEXTS = [
@@ -78,7 +81,7 @@ def places(value, path=()):
 
 
 def mutated(draw, value):
-    """Returns a copy of a row, a JSON file or a job with one to three random changes."""
+    """Returns a copy of a row with one to three random changes."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
         paths = places(value)
@@ -124,7 +127,7 @@ def rarely(draw, one_in):
     return draw(st.integers(1, one_in)) == 1
 
 
-def wrong_rows(draw, kind, folder, inputs):
+def wrong_rows(draw, kind, folder):
     """Returns a command that reads a file of rows with random changes."""
     lines = (ROOT / f"jobs/demo/data/{FILES[kind]}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[: draw(st.integers(2, 6))]]
@@ -147,60 +150,7 @@ def wrong_rows(draw, kind, folder, inputs):
     ]), max_size=3, unique_by=lambda option: option.partition("=")[0]))  # fmt: skip
     held_out = ["data.eval=null", *(["trainer.eval_strategy=no"] if kind != "ppo" else [])]
     rows = f"data.train={json.dumps(str(folder / name))}"
-    return ["validate", f"jobs/demo/{kind}.yaml", *inputs, *held_out, rows, *options]
-
-
-# ------------------------------------------------------------------------------------------------- job files
-
-OWN = {"run.storage_path", "mlflow.tracking_uri"}  # keys of a job that the test itself sets
-TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
-
-
-def wrong_job(draw, kind, folder, inputs):
-    """Returns a command with a shipped job and random values for some keys."""
-    job, overrides = yaml.safe_load((ROOT / f"jobs/demo/{kind}.yaml").read_text()), []
-    known_keys = sorted({*schema.keys_of(kind), *TOP} - OWN)
-    for key in draw(st.lists(st.sampled_from(known_keys), min_size=1, max_size=2)):
-        value = draw(st.sampled_from(draw(st.sampled_from([NASTY, PLAUSIBLE]))))
-        section, _, name = key.rpartition(".")
-        if draw(st.booleans()):
-            text = as_text(value)
-            text = value if isinstance(value, str) and draw(st.booleans()) else text
-            overrides.append(f"{key}={text}".encode("utf-8", "replace").decode())
-        elif section and isinstance(job.setdefault(section, {}), dict):
-            job[section][name] = value
-        elif not section:
-            job[key] = value
-    data = yaml.safe_dump(job, allow_unicode=True).encode("utf-8", "surrogatepass")
-    path = folder / "job.yaml"
-    path.write_bytes(damaged(draw, data) if rarely(draw, 5) else data)
-    command = draw(st.sampled_from(["validate", "validate", "plan"]))
-    return [command, str(path), *inputs, *overrides]
-
-
-# ---------------------------------------------------------------------------------------------------- models
-
-
-def wrong_model(draw, kind, folder, inputs):
-    """Returns a command whose base or input is a folder with a corrupted or missing file."""
-    sources = dict(override.split("=") for override in inputs if override != "judge=null")
-    sources["model.name_or_path"] = str(ROOT / "jobs/demo/model")
-    key = draw(st.sampled_from(sorted(sources)))
-    copy_folder = Path(shutil.copytree(sources[key], folder / "corrupted"))
-    file = draw(st.sampled_from(sorted(path for path in copy_folder.rglob("*") if path.is_file())))
-    if rarely(draw, 6):
-        file.unlink()
-    elif file.suffix == ".json" and not rarely(draw, 3):
-        value = json.loads(file.read_bytes())
-        large = {k: value.pop(k) for k in ("model", "added_tokens") if k in value}
-        file.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
-    else:
-        file.write_bytes(damaged(draw, file.read_bytes()))
-    other_inputs = [override for override in inputs if not override.startswith(f"{key}=")]
-    return ["validate", f"jobs/demo/{kind}.yaml", *other_inputs, f"{key}={copy_folder}"]
-
-
-# ------------------------------------------------------------------------------------------------------ commands
+    return ["validate", f"jobs/demo/{kind}.yaml", *INPUTS.get(kind, []), *held_out, rows, *options]
 
 
 class Late(BaseException):
@@ -211,18 +161,9 @@ def alarm(*_):
     raise Late
 
 
-def registered(store):
-    """Returns the number of versions in a store."""
-    if not store.exists():
-        return 0
-    with contextlib.closing(sqlite3.connect(store)) as database:
-        return database.execute("select count(*) from model_versions").fetchone()[0]
-
-
-def verdict(arguments, runs):
+def verdict(arguments):
     """Runs a command. Returns the exit status, a description of the error in how the command ended (or None), and the output."""
     out, err = io.StringIO(), io.StringIO()
-    before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
     signal.alarm(SECONDS)
     status, escaped = None, None
@@ -243,7 +184,6 @@ def verdict(arguments, runs):
         "a traceback": "Traceback" in output,
         f"{len(messages)} messages": status == 2 and len(messages) != 1,
         "control characters on the terminal": any(ord(c) < 32 and c not in "\n\t" for c in output),
-        "something was registered": registered(runs / "mlflow.db") != before,
     }
     return status, next((problem for problem, occurred in problems.items() if occurred), None), output[-1500:]
 
@@ -258,7 +198,7 @@ def check(cases, make, runs):
     @given(st.data())
     def one(data):
         arguments = [*make(data.draw), f"run.storage_path={runs}", "run.report=false"]
-        status, problem, output = verdict(arguments, runs)
+        status, problem, output = verdict(arguments)
         if problem:
             failures.append(problem)
         else:
@@ -269,6 +209,11 @@ def check(cases, make, runs):
     one()
     assert not failures, f"{len(failures)} of {cases} cases: {sorted(set(failures))}"
     assert counts[0] > cases // 50 and counts[2] > cases // 10, f"the walk is one-sided: {counts}"
+
+
+# ------------------------------------------------------------------------------------------------- job files
+
+TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
 
 
 def loaded(cases, seed):
@@ -303,23 +248,12 @@ def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
             assert str(error).startswith(("job: trainer", "job: lora")), error
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory, embedded_ray):
-    """Returns {stage: overrides} with adapters that real stages trained for one step."""
-    storage = tmp_path_factory.mktemp("adapters")
-    short = ["trainer.max_steps=1", "mlflow.registered_model=null", *NO_EVAL]
-    sft, rm = (stage(name, storage, f"one-{name}", *short)["adapter"] for name in ("sft", "rm"))
-    policy = [f"policy={sft}"]
-    return {"dpo": policy, "kto": policy, "ppo": [*policy, f"reward={rm}", "judge=null"]}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [wrong_rows, wrong_job, wrong_model])
-def test_a_command_ends_with_status_0_or_2(wrong, inputs, tmp_path, in_root):
+def test_rows_end_validate_with_status_0_or_2(tmp_path, in_root):
     def make(draw):
         shutil.rmtree(tmp_path / "case", ignore_errors=True)
         (tmp_path / "case").mkdir()
         kind = draw(st.sampled_from(sorted(FILES)))
-        return wrong(draw, kind, tmp_path / "case", inputs.get(kind, []))
+        return wrong_rows(draw, kind, tmp_path / "case")
 
-    check(CASES // 5 if wrong is wrong_model else CASES * 2 // 5, make, tmp_path / "runs")
+    check(CASES, make, tmp_path / "runs")
