@@ -38,7 +38,7 @@ class Case:
     verb: str
     patterns: tuple[str, ...]  # patterns that the message must match
     overrides: list[str] = field(default_factory=list)
-    rows: Any = None  # content of `key`: bytes, or rows to write as JSON Lines
+    rows: list[Any] | None = None  # rows of `key`
     file: str = "rows.jsonl"
     key: str = "data.train"
 
@@ -52,28 +52,21 @@ def jsonl(rows: list[Any]) -> bytes:
 
 
 GOOD = {"prompt": "What is the capital of Peru?", "completion": "Lima."}
-PAIR = {"prompt": "What is the capital of Peru?", "chosen": "Lima.", "rejected": "Look it up."}
 ASK = {"prompt": "What is the capital of Peru?", "answer": "Lima"}
 
 
-MEND = r"data\.on_error=skip"
 ROWS = [
     case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.overlong=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
-    case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that truncates or changes the text", MEND,
-         rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
     case("eval row wrong", "sft", r"data\.eval: 1 of 2 rows cannot be used", r"evals\.jsonl:2: `completion`: found null",
          key="data.eval", file="evals.jsonl", rows=[GOOD, {**GOOD, "completion": None}]),
-    case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; did you mean '.*demonstrations\.jsonl'\?; expected a path",
-         overrides=["data.train=jobs/demo/data/demonstration.jsonl"]),
     case("unknown scheme", "sft", r"data\.train: .*'ftps://host/rows\.jsonl'.*expected a path, a glob, a folder, or s3:// gs:// hf://",
          overrides=["data.train=ftps://host/rows.jsonl"]),
 ]  # fmt: skip
 
 JOB = [
     case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
-    case("name of an unfinished run of another stage", "rm", r"run\.name: 'halfway' is .*sft run in .*run\.name=rm-halfway", overrides=["run.name=halfway"]),
     case("critic warmed up for the whole run", "ppo", r"trainer\.critic_warmup_steps: found 9, but the run has 9 updates \(\d+ prompts\): the policy would never learn",
          overrides=["trainer.critic_warmup_steps=9", "trainer.total_episodes=72", "trainer.batch_size=8"]),
     # models
@@ -85,7 +78,6 @@ JOB = [
     case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; use a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
     case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
     case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),
-    case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
     case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, groups, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     # the machine
@@ -107,22 +99,16 @@ def world(tmp_path_factory) -> dict[str, str]:
     from pipeline.registry import lineage
 
     home, demo = tmp_path_factory.mktemp("world"), ROOT / "jobs/demo/model"
-    (home / "lower.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content | lower }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
     for name, head in (("plain", False), ("judging", True)):
         shared = SharedBase(AutoModelForCausalLM.from_pretrained(demo))
         shared.add(name, lora={"r": 2, "target_modules": "all-linear"}, head=head)
         shared.save(name, home / name)
         record = {"stage": "rm" if head else "sft", "base": base_identity(str(demo)), "rows": "text"}
         lineage.write(str(home / name), record)
-    for name, file in (("done", "result.json"), ("halfway", "job.json")):
-        (home / "storage" / name).mkdir(parents=True)
-        (home / "storage" / name / file).write_text(json.dumps({"stage": "sft", "name": name}))
+    (home / "storage/done").mkdir(parents=True)
+    (home / "storage/done/result.json").write_text(json.dumps({"stage": "sft", "name": "done"}))
     client(home / "storage").create_registered_model("other")
-    names = ("storage", "plain", "judging", "lower.jinja")
-    return {name.split(".")[0]: str(home / name) for name in names}
+    return {name: str(home / name) for name in ("storage", "plain", "judging")}
 
 
 def registry(storage: str) -> dict[str, Any]:
@@ -137,14 +123,18 @@ def registry(storage: str) -> dict[str, Any]:
 
 
 def arguments(example: Case, world: dict[str, str], folder: Path) -> list[str]:
-    job = example.key if "/" in example.key or example.verb == "run" else f"jobs/demo/{example.verb}.yaml"
     name = re.sub("[^a-z]+", "-", example.name.lower())
     overrides = [f"run.storage_path={world['storage']}", f"run.name=bad-{name}", *TINY.get(example.verb, [])]
     if example.rows is not None:
         path = folder / example.file
-        path.write_bytes(example.rows if isinstance(example.rows, bytes) else jsonl(example.rows))
+        path.write_bytes(jsonl(example.rows))
         overrides += [f"{example.key}={path}"]
-    return [example.verb, job, *overrides, *(text.format(**world) for text in example.overrides)]
+    return [
+        example.verb,
+        f"jobs/demo/{example.verb}.yaml",
+        *overrides,
+        *(text.format(**world) for text in example.overrides),
+    ]
 
 
 @pytest.mark.parametrize("example", ROWS + JOB, ids=lambda example: example.name.replace(" ", "-"))

@@ -8,11 +8,7 @@ import pytest
 from running import ROOT
 
 sys.path.append(str(ROOT / "tools/bench"))
-from ppo_ours import repeated
-from report import ratios, render
-from sizes import PHASES, SEED, TRL_PPO
-
-from pipeline.ppo.episodes import prompt_order
+from sizes import PHASES, TRL_PPO
 
 
 def bench(tmp_path, *arguments):
@@ -32,28 +28,6 @@ def bench(tmp_path, *arguments):
                 assert row["ratios"]["speed"] == pytest.approx(other["step"] / ours["step"])
                 assert row["ratios"]["peak"] == pytest.approx(ours["peak"] / other["peak"])
     return results
-
-
-def test_prompts_repeated_give_the_episodes_of_prompts_shared():
-    distinct = [[1], [2], [3]]
-    rows = repeated(distinct, 4)
-    episodes = [rows[i] for i in prompt_order(0, 12, 12, SEED)]
-    assert episodes == [distinct[i] for i in prompt_order(0, 3, 3, SEED) for _ in range(4)]
-
-
-def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    """The load differs between rounds. The ratio of the medians would be 2, but the median of the ratios is 3."""
-    seconds = {"TRL 1.12, fp32": (8.0, 4.0, 3.0), "ours, fp32": (2.0, 3.0, 1.0)}
-    phases = [dict.fromkeys(PHASES, 0.5)]
-    measured = {"first_step": 1.0, "peak": 2**30, "phases": phases, "lengths": [38.0, 38.0]}
-    runs = {name: [{"step": step, **measured} for step in steps] for name, steps in seconds.items()}
-    theirs, ours = seconds
-    rows = [{"ours": ours, "other": theirs, "ratios": ratios(runs, ours, theirs)}]
-    machine = {"cpu": "a CPU", "threads": 2, "load": [0.1, 0.2], "date": "2026-11-22"}
-    result = {"part": "ppo", "size": "large", "case": "own", "units": 16, "rows": rows, "runs": runs}
-    text = render([result | {"machine": machine}])
-    assert "a CPU, 2 threads, 3 rounds, load average 0.1 to 0.2" in text
-    assert f"| ppo own | large | {ours} | {theirs} | 8 | 4 | 3.00 |" in text
 
 
 @pytest.mark.slow

@@ -79,27 +79,6 @@ def test_the_committed_notebook_was_executed_in_order(name):
     assert all(cell.source.count("\n") < 30 for cell in cells), "logic in a cell"
 
 
-def test_workers_do_not_share_the_only_gpu(tmp_path, monkeypatch, in_root):
-    import torch
-
-    from pipeline.system import storage
-
-    [cell] = [cell.source for cell in read(NOTEBOOKS[0]).cells if "def on_two_workers" in cell.source]
-    [function] = [part for part in cell.split("\n\n\n") if part.startswith("def on_two_workers")]
-    space = {"torch": torch, "storage": storage, "load_job": load_job, "RUNS": str(tmp_path), "OVERRIDES": []}
-    space["run_of"] = lambda stage, name: [f"run.name={name}", "scaling.use_gpu=true"]
-    exec(function, space)
-    for gpus, profile, workers, use_gpu in (
-        (1, "demo", 2, False),
-        (1, "llama3-8b-qlora", 1, True),
-        (4, "llama3-8b", 2, True),
-    ):
-        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        space["PROFILE"] = profile
-        scaling = space["on_two_workers"]("name").scaling
-        assert (scaling["num_workers"], scaling["use_gpu"]) == (workers, use_gpu)
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_cells_use_only_names_that_pipeline_has(name):
     """Finds names that were renamed in pipeline/. Only the slow tests run the cells."""

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,7 +16,6 @@ import yaml
 from head import TOKEN, Head
 from running import ROOT, copy_repository
 from sockets import on_loopback, sockets
-from transformers import training_args
 
 from pipeline import metrics
 from pipeline.data.formats import DEMONSTRATIONS, PREFERENCES, PROMPTS
@@ -149,26 +147,6 @@ def test_the_jobs_of_commands_that_need_an_account_load(in_root):
     assert ("rm", "llama3-8b-qlora") in jobs
     for verb, profile in jobs:
         load_job(f"jobs/{profile}/{verb}.yaml", [], verb)
-
-
-def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
-    """The page quotes messages of the pipeline, tools/gpu and transformers. A code span with a space counts as a message."""
-    hour = PAGES["gpu.md"].partition("## The first hour")[2].partition("\n## ")[0]
-    files = [
-        *(ROOT / "pipeline").rglob("*.py"),
-        *(ROOT / "tools/gpu").glob("*.py"),
-        Path(training_args.__file__),
-    ]
-    source = "".join(path.read_text() for path in files)
-    cells = re.findall(r"^\| ([^|]*) \|", hour, re.MULTILINE)
-    quoted = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
-    quoted = [text for text in quoted if " " in text and not text[0].isdigit()]
-    parts = [part.strip(" (:") for text in quoted for part in text.split("...")]
-    assert len(quoted) > 6 and not [part for part in parts if part not in source]
-    jobs = re.findall(r'make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"', hour)
-    assert [verb for verb, _ in jobs] == ["sft", "ppo"]
-    for verb, arguments in jobs:
-        load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(arguments), verb)
 
 
 def test_the_skill_is_one_that_agents_find():
@@ -354,8 +332,3 @@ def test_the_command_for_the_stack_sets_its_parameters():
     blocks = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
     names = [block.split(":")[0] for block in blocks if "Default:" not in block]
     assert names == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
-
-
-def test_the_pictures_are_small():
-    pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".png", ".svg")]
-    assert pictures and all(path.stat().st_size < 150_000 for path in pictures)

@@ -110,13 +110,6 @@ def test_the_autoscalers_events_are_still_marked_in_its_log(monkeypatch):
     assert list(filter_autoscaler_events(lines))[-1] == "Adding 1 node(s)"
 
 
-def test_the_settings_of_ray_data_still_exist():
-    """`set_up_ray_data` in pipeline/data/read.py uses these settings. Without `preserve_order`, rows could lose their order."""
-    context = ray.data.DataContext()
-    assert context.execution_options.preserve_order is False
-    assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
-
-
 def test_the_states_of_a_run_that_waits_for_workers_still_have_these_names():
     """The callback in pipeline/settle/placement.py treats a worker in an unknown state as placed, so a run could wait forever."""
     from ray.train.v2._internal.execution.controller import state
