@@ -1,7 +1,5 @@
 """Tests the jobs of jobs/examples on small files in the formats of public datasets (tests/data/shapes)."""
 
-import importlib
-
 import pytest
 from running import ROOT
 
@@ -52,7 +50,7 @@ def small(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in_root):
+def test_every_example_reads_its_format(name, tmp_path, capsys, in_root):
     overrides = [*small(name), f"run.storage_path={tmp_path}"]
     if name in ("tool_calls", "glaive", "xlam"):  # the chat template of the demo ignores tool calls
         (tmp_path / "tools.jinja").write_text(TOOLS)
@@ -64,13 +62,3 @@ def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in
         samples = capsys.readouterr().out
         assert samples.count("chosen   ⟦") == 3
         assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))
-
-
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [({"review": "It is<br />good.", "sentiment": "positive"}, {"review": "It is bad.", "sentiment": "negative"}),
-     ({"text": "It is<br />good.", "label": 1}, {"text": "It is bad.", "label": 0})],
-)  # fmt: skip
-def test_imdb_exists_in_two_public_forms(good, bad):
-    continued = importlib.import_module("jobs.examples.imdb").continued
-    assert continued(good) == {"prompt": "It is good.", "completion": " "} and continued(bad) is None

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from model_hub import READER, TOKEN, connected, of_folder
 from registered import published
 from running import ROOT, stage
 from safetensors.torch import load_file
-from settled import work_of
 from toy_models import BASE, tokenizer
 from transformers import AutoModelForSequenceClassification
 
@@ -33,7 +31,6 @@ from pipeline.commands import export
 from pipeline.job import load_job
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
-from pipeline.run.model_host import ModelHost
 from pipeline.settle.identity import tracking_of
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
@@ -114,15 +111,6 @@ def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, caps
     assert main(["export", "jobs/demo/export.yaml", *MODELS, *name, f"reward={tmp_path}"]) == 2
     assert "reward: " in (said := capsys.readouterr().err) and "there is nothing to merge" in said
     assert [path.name for path in (storage / "precious").iterdir()] == ["result.json"]
-
-
-def test_a_probe_fits_into_a_short_context(models):
-    settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
-    job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
-    host = ModelHost(work_of(job, tokenizer(), {"context_length": 256}))
-    rows, length = export.encode_probes(host)
-    assert length == 256 - max(map(len, rows))
-    assert export.encode_probes(ModelHost(replace(host.work, base={"context_length": None})))[1] == 250
 
 
 # ------------------------------------------------------------------------------------------------- a push to the Hub

@@ -177,6 +177,8 @@ def test_columns_may_be_set(here, capsys):
     assert rm.data.columns == {"prompt": "ask", "first": "x", "second": "y", "label": "by"}
     assert rm.data.label == {"first": "l", "second": "r"}
     assert dpo.data.columns == rm.data.columns
+    ppo = written("ratings", "ppo").data  # gets only the columns that ppo reads
+    assert (ppo.columns, ppo.label) == ({"prompt": "ask"}, None)
     assert "columns {'prompt': 'ask', 'first': 'x'" in capsys.readouterr().out
     assert main(["validate", "jobs/ratings/rm.yaml"]) == 0
 
@@ -282,27 +284,6 @@ def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
     shown = capsys.readouterr().out
     jobs = ("rm", "dpo", "kto", "score")
     assert all(f"set `label` in jobs/u/{job}.yaml; a comment" in shown for job in jobs)
-
-
-def test_ratings_under_any_name_are_the_label_in_every_job(here):
-    """If a job did not use the label, sft would imitate badly rated completions."""
-    made = [f"Say {n}.,{n} there.,{n % 5 + 1}.0,NaN" for n in range(60)]
-    (here / "r.csv").write_text("\n".join(["prompt,completion,rating_anna,rating_ben", *made]) + "\n")
-    init("r.csv")
-    for job in ("sft", "kto"):
-        text = (here / f"jobs/r/{job}.yaml").read_text()
-        assert "columns: {label: [rating_anna, rating_ben]}" in text and "label: null" in text
-
-
-def test_each_stage_gets_the_set_columns_that_it_reads(here, capsys):
-    made = [{"ask": f"Say {n}.", "response": f"{n}, there.", "quality": [4, 2][n % 2]} for n in range(60)]
-    columns = "data.columns={prompt: ask, completion: response, label: quality}"
-    written = init(rows(here / "rated.jsonl", made), columns, "data.label={good: 4, bad: 2}")
-    kto = written("rated", "kto").data.columns
-    assert kto == {"prompt": "ask", "completion": "response", "label": "quality"}
-    ppo = load_job("jobs/rated/ppo.yaml", ["reward=models:/any/1"], "ppo").data
-    assert (ppo.columns, ppo.label) == ({"prompt": "ask"}, None)
-    assert "warning" not in capsys.readouterr().out
 
 
 def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):

@@ -15,7 +15,7 @@ def plan_reading(stage, tmp_path, capsys, *overrides, profile="demo"):
     return validate.run(job), capsys.readouterr().out
 
 
-def test_a_ppo_job_needs_no_registered_models(tmp_path, embedded_ray, capsys):
+def test_a_ppo_job_needs_no_registered_models(tmp_path, capsys):
     report, text = plan_reading("ppo", tmp_path, capsys, "data.train=jobs/demo/data/prompts_eval.jsonl")
     assert report["splits"]["train"]["kept"] == 120
     for name in ("policy: models:/rlhf-sft@champion", "reward: models:/rlhf-rm@champion"):
@@ -27,7 +27,7 @@ def test_a_ppo_job_needs_no_registered_models(tmp_path, embedded_ray, capsys):
         plan_reading("ppo", tmp_path, capsys, "reward=python:nowhere:polite")
 
 
-def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, embedded_ray, capsys):
+def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, capsys):
     overrides = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
     overrides += [f"data.{name}={ROWS}/demonstrations_eval.jsonl" for name in ("train", "eval")]
     report, text = plan_reading("sft", tmp_path, capsys, *overrides, profile="llama3-8b")
@@ -37,7 +37,7 @@ def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, embedded_ray, capsys
 
 def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("pipeline.run.session.embedded_ray", None)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
     report = validate.run(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft"))
     assert report["splits"]["train"]["kept"] == 500
 

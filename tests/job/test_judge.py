@@ -82,13 +82,6 @@ def test_a_job_names_a_judge_as_a_mapping(override, says):
     assert re.search(says, str(caught.value)), caught.value
 
 
-def test_names_of_judges():
-    job = load_job(
-        "jobs/demo/ppo.yaml", ["reward=[{judge: a.yaml, weight: 2}, base/rm]", "judge={judge: b.yaml}"]
-    )
-    assert job.rewards == [("judge:a.yaml", 2.0), ("base/rm", 1.0)] and job.inputs["judge"] == "judge:b.yaml"
-
-
 def test_a_pinned_judge_is_rejected_if_its_file_changes(tmp_path):
     file = tmp_path / "judge.yaml"
     file.write_text(RIGHT)

@@ -17,7 +17,7 @@ JOBS = sorted(f for f in (ROOT / "jobs").glob("*/*.yaml") if f.parent.name != "c
 
 
 def test_the_schema_matches_the_installed_libraries():
-    """Generates the schema in another process, because TRL is not imported here."""
+    """Generates the schema in another process, because the order of types depends on what this process has imported."""
     program = "from pipeline.job import schema_of; print(schema_of.schema_text(), end='')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,8 +6,8 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from html import unescape
-from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -144,6 +144,7 @@ def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
     assert html.count("<svg") >= 2 and "Best of n" in html
 
 
+@cache
 def page_of(store, *names):
     return page.render_page([report.read_run(str(store / name)) for name in names])
 
@@ -166,7 +167,7 @@ def test_the_page_is_valid_self_contained_and_reproducible(runs, store):
     ids = re.findall(r'\sid="([^"]+)"', html)
     assert len(ids) == len(set(ids)), "ids of different drawings collide"
     assert set(re.findall(r'(?:href="|url\()#([\w.-]+)', html)) <= set(ids)
-    assert page_of(store, *names) == html
+    assert page_of.__wrapped__(store, *names) == html
 
 
 def test_the_page_has_metrics_curves_samples_gate_and_data(runs, store):
@@ -183,18 +184,7 @@ def test_the_page_has_metrics_curves_samples_gate_and_data(runs, store):
     assert "Learning rate" not in text, "a constant is not worth a panel"
 
 
-def test_the_badge_shows_the_verdict_of_the_gate_or_the_state_of_the_run(runs, store):
-    run = report.read_run(str(store / "one-ppo"))
-    assert run.verdict == "gate failed"
-    better = run.result | {"metrics": run.metrics | {"eval_eos_rate": 1.0}}
-    assert replace(run, result=better).verdict == "gate passed"
-    assert replace(run, job=run.job | {"gate": {}}).verdict == "finished"
-    assert replace(run, state="failed").verdict == "failed"
-
-
-@pytest.mark.parametrize(
-    ("reward", "judge", "marked"), [(2.0, 0.25, 1), (2.0, 1.0, 0), (0.0, 0.25, 0), (2.0, None, 0)]
-)
+@pytest.mark.parametrize(("reward", "judge", "marked"), [(2.0, 0.25, 1), (2.0, 1.0, 0), (2.0, None, 0)])
 def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, marked, runs, store):
     run = report.read_run(str(store / "one-ppo"))
     before, after = {"completion": "a", "reward": 1.0}, {"completion": "b", "reward": reward}
@@ -203,19 +193,6 @@ def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, mar
     sample = {"prompt": "?", "before": before, "after": after}
     html = page.render_page([replace(run, result=run.result | {"samples": [sample]})])
     assert html.count('class="falls"') == marked
-
-
-def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
-    """If a panel would contain only the held-out value, as for an evaluation, the panel is not drawn."""
-    [kl] = [one for one in panels.GROUPS["policy"][1] if "objective/kl" in one.lines]
-    curve, card = [(1, 0.0), (2, 3.0)], [(2, 2.5)]
-    assert kl.select({"objective/kl": curve, "eval_kl": card}) == {"training": curve, "held-out": card}
-    assert kl.select({"eval_kl": card}) == {}
-    history = {"objective/kl": curve, "eval_kl": card}
-    [axes] = plots.draw_figure([plots.curve_drawer(kl, {"1": history, "2": history}, "update")]).axes
-    # lines of the runs, without the reference line at 0
-    points = [len(line.get_xdata()) for line in axes.lines[1:]]
-    assert points == [2, 2], "runs are compared by their curves, not by the held-out value"
 
 
 def lines_of(store, name):
@@ -260,19 +237,11 @@ def test_the_lineage_has_the_versions_that_wrote_rows(migrated, tmp_path):
 
 
 def test_the_page_of_several_runs_begins_with_their_metrics(runs, store):
-    text = text_of(page_of(store, "one-sft", "one-rm", "one-ppo"))
+    html = page_of(store, "one-sft", "one-rm", "one-ppo")
+    assert html.count("Completions to held-out prompts") == 1, "only the last run's samples are shown"
+    text = text_of(html)
     assert "97.5% rm: held-out accuracy" in text and "0.25 → 0.915 ppo: held-out judge" in text
     assert "3 min 46 s wall clock" in text
-
-
-def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
-    """A page of several runs shows only the samples of the last run that has samples, and shows them once."""
-    for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
-        html = page_of(store, *names)
-        samples = html.index("Completions to held-out prompts")
-        assert samples < html.index("<section") < html.index("<h3>Lineage")
-        assert html.count("Completions to held-out prompts") == 1
-        assert html.count("what the judge said") == 1 and "&lt;i&gt;Fine.\nScore: 10" in html
 
 
 def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
@@ -346,6 +315,7 @@ def test_markup_in_values_is_escaped(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
     # text of a sample, with markup
     assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html
+    assert html.count("what the judge said") == 1 and "&lt;i&gt;Fine.\nScore: 10" in html
     assert "<mark>a &lt;b&gt;</mark>" in html  # the trained tokens of a row are highlighted
     shutil.copytree(store / "one-rm", tmp_path / "run")
     for name, change in (
@@ -449,26 +419,6 @@ def test_a_pair_of_token_rows_becomes_prompt_and_completions():
     # The page shows both completions in full, although they begin with the same words.
     assert as_text(tokenizer, *sides) == (asked["content"], *texts)
     assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
-
-
-def test_a_repeated_pair_is_shown_once_and_without_the_bos_token():
-    from pipeline.models.tokenizer import load_tokenizer
-    from pipeline.stages import rm
-
-    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
-    starts = tokenizer(tokenizer.bos_token + "\n\nHi.", add_special_tokens=False)["input_ids"]
-    rows = [{"chosen_ids": [*starts, 5 + i // 2], "rejected_ids": [*starts, 9]} for i in range(6)]
-    shown = rm.lowest_margins(SimpleNamespace(tokenizer=tokenizer), rows, [pair(i / 2) for i in range(6)])
-    assert [one["chosen"]["score"] for one in shown] == [0.0, 1.0, 2.0]
-    assert {one["prompt"] for one in shown} == {"Hi."}
-
-
-@pytest.mark.parametrize("count", [1, 2, 600])
-def test_any_number_of_pairs_can_be_drawn(count):
-    made = [pair(math.sin(i), longer=i % 5) for i in range(count)]
-    for title, note, draw in preferences.preference_drawings(made):
-        assert preferences.preference_png(made, title).startswith(b"\x89PNG")
-        assert plots.panel_svg(draw, "x", note).startswith("<svg ")
 
 
 def test_every_panel_can_be_drawn():

@@ -171,6 +171,7 @@ def test_workers_of_ray_fetch_them_too(models, tmp_path):
             "policy=org/writer",
             "reward=org/scorer",
             "trainer.response_length=8",
+            "scaling.num_workers=1",
             f"run.storage_path={tmp_path}",
         ]
         done = subprocess.run(
