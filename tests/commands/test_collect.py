@@ -130,18 +130,6 @@ def test_training_reads_collected_rows_with_any_other_columns(prompt):
         assert read(one, "ppo")[0] == asked and format_of(one, kind_of("ppo")) == "prompt"
 
 
-def test_the_rows_name_all_rewards():
-    inputs = {"policy": "models:/p/3", "reward.0": "models:/r/1", "reward.1": "python:pipeline.demo:gold"}
-    assert collect.versions_of_sampling(inputs)["reward_version"] == [
-        "models:/r/1",
-        "python:pipeline.demo:gold",
-    ]
-    assert collect.versions_of_sampling({"reward.0": "models:/r/1"}) == {
-        "version": "base",
-        "reward_version": "models:/r/1",
-    }
-
-
 # --------------------------------------------------------------------------------------------- jobs/demo/iterate.sh
 
 TINY = {

@@ -217,10 +217,6 @@ def test_ranks_and_lengths_are_no_scores(names):
     assert guessed(rows, "rm") is None
 
 
-def test_one_value_alone_is_no_label():
-    assert guessed(rows(prompt="Say {} now.", response="As you wish.", rating=1), "kto") is None
-
-
 def test_several_texts_are_a_conversation_only_if_their_names_say_so():
     assert guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
     assert guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None

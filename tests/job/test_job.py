@@ -111,7 +111,6 @@ BAD = [
     ("export", ["trainer.hub_model_id=mine"], r"trainer\.hub_model_id: found 'mine', expected OWNER/NAME"),
     ("export", ["trainer.hub_model_id=o/mine", "reward=models:/rlhf-rm@champion"], r"one model; set reward=null or policy=null"),
     ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric .*; did you mean eval_loss\?"),
-    ("ppo", ["trainer.num_generations=3"], r"trainer\.batch_size: found 64, expected a multiple of num_generations \(3\)"),
     ("ppo", ["rollout.staleness=1"], r"rollout\.staleness: found 1, expected 0 without rollout workers, .*rollout\.num_workers=1"),
     ("stage: sft\ndata: &a {train: *a}\n", [], r"job\.yaml: not valid YAML: a character, a tag .* or an alias"),
     ("serve", ["serve.rewards={one: models:/r@champion}"], r"serve\.rewards: found one, which is also in serve\.policies"),
