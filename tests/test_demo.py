@@ -12,10 +12,6 @@ from pipeline.job import judge
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 MODEL, DATA = ROOT / "jobs" / "demo" / "model", ROOT / "jobs" / "demo" / "data"
-CHAT = [
-    {"role": "user", "content": "What is the capital of France?"},
-    {"role": "assistant", "content": "Paris."},
-]
 
 
 def rows(name: str) -> list[dict]:
@@ -73,19 +69,16 @@ def test_the_tokenizer_acts_like_that_of_llama_3():
     assert all(len(tokenizer.tokenize(f" {fact.capital}")) == 1 for fact in demo.FACTS)
 
 
-def test_the_chat_template_renders_and_marks_completions():
-    tokenizer = load_tokenizer(str(MODEL))
+def test_the_scoring_rule_finds_the_question_in_the_chat_template():
     prompt = (
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the capital of France?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True) == prompt
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    tokenizer = load_tokenizer(str(MODEL))
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == prompt
     completions = ["The capital of France is Paris.", "Rome."]
     assert demo.gold([prompt] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
-    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == prompt + "Paris.<|eot_id|>"
-    marked = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    trained = [i for i, mask in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if mask]
-    assert tokenizer.decode(trained) == "Paris.<|eot_id|>"
 
 
 def test_the_judge_gets_prompts_like_those_that_it_was_trained_on(in_root):
