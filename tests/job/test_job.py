@@ -385,9 +385,6 @@ def test_a_wrong_command_line_gives_a_message(typed, says, capsys):
 
 
 def test_exit_statuses(capsys, monkeypatch):
-    class Group(Exception):  # an error that looks like ray.train.WorkerGroupError
-        worker_failures = {1: RayTaskError("read", "traceback", InputError("deep"))}
-
     def outcome(error):
         def run(*_):
             if error is not None:
@@ -401,7 +398,6 @@ def test_exit_statuses(capsys, monkeypatch):
     assert outcome(InputError("no")) == (2, "error: no\n")
     task = RayTaskError("read", "traceback", InputError("a.jsonl:3: bad"))
     assert outcome(task.as_instanceof_cause()) == (2, "error: a.jsonl:3: bad\n")
-    assert outcome(Group()) == (2, "error: deep\n")
     status, printed = outcome(ValueError("boom"))
     assert status == 1 and "Traceback" in printed and "ValueError: boom" in printed
     status, printed = outcome(KeyboardInterrupt())
