@@ -1,6 +1,7 @@
 """Tests which packages import which: no import of a higher layer, and no Ray, MLflow or TRL in GPU code."""
 
 import ast
+import re
 from functools import cache
 
 import pytest
@@ -112,3 +113,39 @@ def names_in(file):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
+
+
+ABOVE = [file for file in FILES if layer(name_of(file)) not in ("job", "settle")]
+
+
+def test_few_functions_take_a_whole_job():
+    """Most functions take values that settle/ computes from a job.
+
+    Lower the limits of this test if fewer functions take a job.
+    """
+    taking = {
+        f"{file.relative_to(ROOT)}: {node.name}"
+        for file in FILES
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(
+            "Job"
+            in ast.unparse(arg.annotation or ast.Constant("")).replace("[", " ").replace("]", " ").split()
+            for arg in (*node.args.args, *node.args.kwonlyargs, node.args.vararg or ast.arg("none"))
+        )
+    }
+    assert len(taking) <= 31, sorted(taking)
+    above = [x for x in taking if not x.startswith(("pipeline/job/", "pipeline/settle/"))]
+    assert len(above) <= 17, sorted(above)
+
+
+def test_no_line_outside_of_job_and_settle_asks_for_the_stage():
+    """settle/ computes everything that depends on the stage. Only subcommands and reports may use a stage's name."""
+    asks = re.compile(r"\bSTAGE\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
+    lines = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for file in ABOVE
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if asks.search(line)
+    ]
+    assert not lines
