@@ -45,10 +45,8 @@ def run(folder: str, overrides: list[str]) -> list[Result]:
         check_paths(job)
     for job in jobs.values():  # runs after check_paths, because it imports Ray
         placement.check_fits(places_of(job))
-    expected = {
-        stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()
-    }
-    time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
+    expected = [expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()]
+    time_needed = f", about {terminal.duration(sum(expected))}" if all(expected) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[Result] = []
@@ -61,7 +59,6 @@ def run(folder: str, overrides: list[str]) -> list[Result]:
     with ray_session(*session):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
-            terminal.screen.following = seconds_after(stage, expected, results)
             try:
                 results.append(result := launch(jobs[stage], recipe))
                 if jobs[stage].run.report:
@@ -111,21 +108,6 @@ def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
             if result["job"]["source"] == job_file:
                 return float(result["seconds"])
     return DEMO_SECONDS[stage] if Path(job_file).parent.name == "demo" else 0.0
-
-
-def seconds_after(stage: str, expected: dict[str, float], results: list[Result]) -> float:
-    """Returns the seconds that the stages after `stage` will take, or 0 if a stage's time is unknown.
-
-    Args:
-        expected: {stage: seconds}. The expected seconds are scaled by the measured speed of the stages that have ended.
-        results: results of the stages that have ended.
-    """
-    if not all(expected.values()):
-        return 0.0
-    later_stages = list(ORDER)[list(ORDER).index(stage) + 1 :]
-    ended_seconds = sum(expected[result["stage"]] for result in results)
-    factor = sum(result.get("seconds", 0.0) for result in results) / ended_seconds if ended_seconds else 1.0
-    return factor * sum(expected[name] for name in later_stages)
 
 
 def common_name(overrides: list[str]) -> str | None:

@@ -46,13 +46,6 @@ def test_the_time_of_a_stage_is_the_time_of_its_newest_run_or_of_the_demo(in_roo
     assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == 2.0
 
 
-def test_the_time_of_the_next_stages_is_scaled_by_the_speed_so_far():
-    expected = {"sft": 10.0, "rm": 20.0, "ppo": 30.0, "evaluate": 1.0}
-    assert rlhf.seconds_after("sft", expected, []) == 51.0
-    assert rlhf.seconds_after("rm", expected, [{"stage": "sft", "seconds": 20.0}]) == 62.0
-    assert rlhf.seconds_after("rm", {**expected, "ppo": 0.0}, []) == 0.0
-
-
 def test_an_override_reaches_every_stage_or_the_one_it_names():
     given = ["trainer.seed=2", "ppo.trainer.kl_coef=0.1"]
     assert rlhf.overrides_of("ppo", given) == ["trainer.seed=2", "trainer.kl_coef=0.1"]
