@@ -24,7 +24,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
 from pipeline.run.model_host import load_model_host
 from pipeline.run.session import ray_session
-from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.serving import LOOPBACK
 from pipeline.settle import placement
 from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
@@ -53,7 +53,7 @@ def serve_models(work: Work, name: str = "serve") -> Iterator[Work]:
     """
     from ray import serve
 
-    from pipeline.serving import feedback, proxy
+    from pipeline.serving import feedback
     from pipeline.serving.app import make_application
 
     section = with_port(work.serve)
@@ -66,11 +66,10 @@ def serve_models(work: Work, name: str = "serve") -> Iterator[Work]:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
         # Ray Serve's timeout is longer than serve.timeout_s, so that requests fail with our error message.
-        limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
+        limit = section.timeout_s + 5
         serve.start(
-            http_options={"host": section.host, "port": section.port, **limits},
+            http_options={"host": section.host, "port": section.port, "request_timeout_s": limit},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
-            controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
         )
         try:
             with console.print_if_slow("loading the models"):

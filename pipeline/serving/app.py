@@ -35,7 +35,7 @@ from pipeline.models.tokenizer import eos_ids
 from pipeline.run import memory
 from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
-from pipeline.serving import LOOPBACK, REQUEST_S, protocol
+from pipeline.serving import LOOPBACK, protocol
 from pipeline.serving.answer import Answer, Stream, complete_prompts, time_limit
 from pipeline.serving.feedback import FeedbackStore, feedback_encoders, feedback_folder
 from pipeline.serving.metrics import Metrics, MetricsPage
@@ -49,6 +49,7 @@ from pipeline.writing.rows import Sampling
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's error code
 HEAD = "node:__internal_head__"  # resource that only the head node has in Ray
+REQUEST_S = 30  # time limit in which a client must send the body of a request
 FLUSH_S = 0.2  # time between two reports of a replica to the recorder
 MAX_UNSENT_ANSWERS = 10_000  # maximum number of answers that a replica keeps while the recorder restarts
 RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
