@@ -365,7 +365,6 @@ class Server:
 
     def _chat_ids(self, request: ChatRequest) -> list[int]:
         """Returns the token ids of the messages in the chat template. Raises Refused if the messages are invalid or too long."""
-        outcome: Any
         row = {"prompt": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
         try:
             record = parse_row(row, self.encoder.kind)
@@ -373,16 +372,17 @@ class Server:
                 problem = f"{unused[0]}: the chat template does not use this variable"
                 raise Refused(400, problem, "chat_template_kwargs")
             [[outcome]] = self.encoder.encode([record])
+            if isinstance(outcome, RowError):
+                raise outcome
         except RowError as error:
-            outcome = error
-        if isinstance(outcome, Example):
-            return outcome.columns["input_ids"]
-        field = outcome.field.replace("prompt", "messages", 1) or "messages"
-        overlong = outcome.kind == "overlong"
-        problem = (
-            f"{'messages:' if overlong else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
-        )
-        raise Refused(400, problem, "messages", TOO_LONG if overlong else None)
+            field = error.field.replace("prompt", "messages", 1) or "messages"
+            overlong = error.kind == "overlong"
+            problem = (
+                f"{'messages:' if overlong else f'{field}: found'} {error.found}; expected {error.expected}"
+            )
+            raise Refused(400, problem, "messages", TOO_LONG if overlong else None) from error
+        assert isinstance(outcome, Example)
+        return outcome.columns["input_ids"]
 
     @app.post("/score")
     @endpoint

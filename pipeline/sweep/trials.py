@@ -239,19 +239,14 @@ class Rungs:
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
         # Passes every evaluation to ASHA, even if its decision is known, because ASHA compares later evaluations with this one.
-        decision = self._decide(trial, evaluation)
+        decision, percent = None, 100 * evaluation["step"] / evaluation["of"]
+        if self.asha and percent < 100:
+            result = {"percent": percent, "figure": evaluation["figure"]}
+            if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) == self.asha.STOP:
+                decision = f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
         evaluation.setdefault("stop", decision)
         self.reports[trial].append(evaluation)
         return evaluation["stop"]
-
-    def _decide(self, trial: str, evaluation: dict[str, Any]) -> str | None:
-        if self.asha is None or evaluation["step"] >= evaluation["of"]:  # the trial's last step
-            return None
-        percent = 100 * evaluation["step"] / evaluation["of"]
-        result = {"percent": percent, "figure": evaluation["figure"]}
-        if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) != self.asha.STOP:
-            return None
-        return f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
 
     def begin(self, trial: str) -> None:
         if trial not in self.running:  # a running trial begins again if its process died
