@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.data.counts import most_frequent, with_unit
+from pipeline.data.counts import most_frequent
 from pipeline.errors import InputError, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job import make_target
@@ -185,14 +185,7 @@ def describe_version(
         + (", from" if parents else "."),
     ]
     lines += [f"- {role}: {_link(source)}" for role, source in parents.items()]
-    if rows_from := most_frequent(lineage.get("rows_from", {}), 8):
-        lines += ["", "Learned from the conversations of"]
-        lines += [f"- {_link(version)}: {with_unit(rows)}" for version, rows in rows_from.items()]
-    lines.append("")
-    for title, entry in (("Data", "data"), ("Libraries", "versions")):
-        if values := lineage.get(entry):
-            lines.append(f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in values.items())}  ")
-    return "\n".join(lines).strip()
+    return "\n".join(lines)
 
 
 def _shown(value: float, metric: Metric) -> str:
