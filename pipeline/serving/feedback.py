@@ -48,7 +48,8 @@ TABLES = """
 
 
 def feedback_folder(serve: Serve, storage_path: str) -> str:
-    return serve.feedback_path or f"{storage_path}/feedback"
+    """Returns the absolute path of the feedback folder, because a replica may run in another directory."""
+    return storage.absolute(serve.feedback_path or f"{storage_path}/feedback")
 
 
 def feedback_encoders(
