@@ -48,7 +48,10 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     Raises InputError if pods would not share the storage, or if an environment variable is missing or contradicts a job.
     """
     jobs = load_jobs(paths, overrides)
-    first_job, claims = jobs[0], claims_of(jobs)
+    first_job = jobs[0]
+    # {volume claim: path at which pods mount the claim}
+    claims = {} if storage.is_remote(first_job.storage_path) else {CLAIM: first_job.storage_path}
+    claims |= {"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {}
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
     kind = "RayService" if first_job.port is not None else "RayCronJob" if schedule else "RayJob"
@@ -243,13 +246,6 @@ def pod_labels(bundle: Bundle, section: str) -> dict[str, str]:
             )
         labels[key] = fitting[0]
     return labels
-
-
-def claims_of(jobs: list[Workload]) -> dict[str, str]:
-    """Returns {volume claim: mount path} for the shared folders that the jobs need."""
-    path = jobs[0].storage_path
-    claims = {} if storage.is_remote(path) else {CLAIM: path}
-    return claims | ({"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {})
 
 
 def make_pod(

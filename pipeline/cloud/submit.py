@@ -182,22 +182,17 @@ def check_address(address: str) -> None:
         ) from error
 
 
-def read_token() -> str | None:
-    """Returns the cluster's token from the variable or file that Ray reads, or None."""
-    if value := os.environ.get("RAY_AUTH_TOKEN"):
-        return value.strip()
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
-
-
 class Api:
     """A client for the Jobs API of a cluster's head."""
 
     def __init__(self, address: str):
         from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
 
-        secret = read_token()
-        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        token = os.environ.get("RAY_AUTH_TOKEN", "")  # the variable and the file that Ray reads
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+        if not token and file.is_file():
+            token = file.read_text(encoding="utf-8")
+        headers = {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
         try:
             info = parse_cluster_info(address.rstrip("/"), headers=headers)
         except Exception as error:  # a vendor's module may parse the address and raise any exception

@@ -36,19 +36,10 @@ def completion_script(verbs: list[str]) -> str:
     """Returns the completion script for some subcommands."""
     cases = []
     for verb in verbs:
-        stages = stages_of(verb)
+        takes, stage = ("job", verb) if verb in STAGE_SPECS else COMMANDS[verb][1:]
+        stages = [stage] if stage else TRAIN_STAGES if takes == "job" or verb == "sweep" else []
         specs = [(stage, spec) for stage, spec in STAGE_SPECS.items() if stage in stages]
         names = {key for stage, spec in specs for key in (*keys_of(stage), *spec.inputs)}
         keys = " ".join(f"{key}=" for key in sorted(names))
         cases.append(f'    {verb}) keys="{keys}" ;;')
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))
-
-
-def stages_of(verb: str) -> list[str]:
-    """Returns the stages whose jobs a subcommand accepts."""
-    if verb in STAGE_SPECS:
-        return [verb]
-    command = COMMANDS[verb]
-    if verb != "sweep" and command.takes != "job":
-        return []
-    return [command.stage] if command.stage else [*TRAIN_STAGES]

@@ -22,7 +22,7 @@ from pipeline.run.launch import launch
 from pipeline.run.prepare import heading
 from pipeline.run.session import ray_session
 from pipeline.run.summary import metric_change, sample_table
-from pipeline.run_folder import RESULT, Result
+from pipeline.run_folder import Result
 from pipeline.settle import placement
 from pipeline.settle.identity import new_name, tracking_of
 from pipeline.settle.inputs import check_paths
@@ -31,9 +31,7 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
-# Seconds that each stage of jobs/demo takes on two cores. Used as an estimate until a run of the stage has finished.
-# The sum is in the middle of the times in README.md.
-DEMO_SECONDS = {"sft": 11.0, "rm": 21.0, "ppo": 26.0, "evaluate": 3.0}
+DEMO_SECONDS = 61.0  # time of jobs/demo on two cores, in the middle of the times in README.md
 ORDER = {"sft": sft.RECIPE, "rm": rm.RECIPE, "ppo": ppo.RECIPE, "evaluate": evaluate.RECIPE}
 
 
@@ -45,10 +43,7 @@ def run(folder: str, overrides: list[str]) -> list[Result]:
         check_paths(job)
     for job in jobs.values():  # runs after check_paths, because it imports Ray
         placement.check_fits(places_of(job))
-    expected = {
-        stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()
-    }
-    time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
+    time_needed = f", about {terminal.duration(DEMO_SECONDS)}" if Path(folder).name == "demo" else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[Result] = []
@@ -61,7 +56,6 @@ def run(folder: str, overrides: list[str]) -> list[Result]:
     with ray_session(*session):
         for number, (stage, recipe) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
-            terminal.screen.following = seconds_after(stage, expected, results)
             try:
                 results.append(result := launch(jobs[stage], recipe))
                 if jobs[stage].run.report:
@@ -97,35 +91,6 @@ def load_profile(folder: str, overrides: list[str], name: str | None = None) -> 
         problem = f"{duplicate} would be the run folder of several stages"
         raise InputError(f"{problem}; set run.name=NAME, which names the runs STAGE-NAME", key="run.name")
     return jobs
-
-
-def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
-    """Returns the seconds that the newest finished run of a job file took.
-
-    If no run has finished, returns the seconds of the demo's stage, or 0 if the job file is not from the demo.
-    """
-    for name in sorted(storage.folders(storage_path), reverse=True):
-        file = storage.join(storage_path, name, RESULT)
-        if name.startswith(f"{stage}-") and storage.exists(file):
-            result = storage.read_json(file)
-            if result["job"]["source"] == job_file:
-                return float(result["seconds"])
-    return DEMO_SECONDS[stage] if Path(job_file).parent.name == "demo" else 0.0
-
-
-def seconds_after(stage: str, expected: dict[str, float], results: list[Result]) -> float:
-    """Returns the seconds that the stages after `stage` will take, or 0 if a stage's time is unknown.
-
-    Args:
-        expected: {stage: seconds}. The expected seconds are scaled by the measured speed of the stages that have ended.
-        results: results of the stages that have ended.
-    """
-    if not all(expected.values()):
-        return 0.0
-    later_stages = list(ORDER)[list(ORDER).index(stage) + 1 :]
-    ended_seconds = sum(expected[result["stage"]] for result in results)
-    factor = sum(result.get("seconds", 0.0) for result in results) / ended_seconds if ended_seconds else 1.0
-    return factor * sum(expected[name] for name in later_stages)
 
 
 def common_name(overrides: list[str]) -> str | None:

@@ -24,11 +24,11 @@ from pipeline.errors import Failure, InputError
 from pipeline.job import Job, Serve, load_job
 from pipeline.run.model_host import load_model_host
 from pipeline.run.session import ray_session
-from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.serving import LOOPBACK
 from pipeline.settle import placement
 from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Work
-from pipeline.system import console, storage
+from pipeline.system import console
 
 TOKENS = "RLHF_SERVE_TOKENS"
 MIN_TOKEN_LENGTH = 16  # characters
@@ -53,7 +53,7 @@ def serve_models(work: Work, name: str = "serve") -> Iterator[Work]:
     """
     from ray import serve
 
-    from pipeline.serving import feedback, proxy
+    from pipeline.serving import feedback
     from pipeline.serving.app import make_application
 
     section = with_port(work.serve)
@@ -66,11 +66,10 @@ def serve_models(work: Work, name: str = "serve") -> Iterator[Work]:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
         # Ray Serve's timeout is longer than serve.timeout_s, so that requests fail with our error message.
-        limits = {"request_timeout_s": section.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
+        limit = section.timeout_s + 5
         serve.start(
-            http_options={"host": section.host, "port": section.port, **limits},
+            http_options={"host": section.host, "port": section.port, "request_timeout_s": limit},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
-            controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
         )
         try:
             with console.print_if_slow("loading the models"):
@@ -128,7 +127,6 @@ def token_digests(host: str) -> list[str]:
 
 def with_port(serve: Serve) -> Serve:
     """Returns the section `serve`, with a free port in place of port 0. Raises InputError if the port is in use."""
-    serve = with_absolute_folder(serve)
     if os.environ.get("RAY_ADDRESS"):  # the server's port is on the head node, not on this machine
         return serve
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
@@ -144,12 +142,6 @@ def with_port(serve: Serve) -> Serve:
         return replace(serve, port=sock.getsockname()[1])
 
 
-def with_absolute_folder(serve: Serve) -> Serve:
-    """Returns the section `serve` with an absolute feedback_path, because a replica may run in another directory."""
-    folder = serve.feedback_path
-    return replace(serve, feedback_path=None if folder is None else storage.absolute(folder))
-
-
 def build(args: dict[str, Any]) -> Any:
     """Builds the application for `serve deploy` and KubeRay's RayService: import_path pipeline.commands.serve:build.
 
@@ -163,6 +155,5 @@ def build(args: dict[str, Any]) -> Any:
     # Ray Serve calls this function in a task, often on a head node without GPUs. The replicas run on other nodes.
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    job = with_run_name(load_job(args["job"], args.get("overrides") or [], "serve"))
-    work = load_model_host(replace(job, serve=with_absolute_folder(job.serve))).work
+    work = load_model_host(with_run_name(load_job(args["job"], args.get("overrides") or [], "serve"))).work
     return make_application(work, token_digests(work.serve.host))

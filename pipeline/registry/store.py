@@ -144,7 +144,7 @@ def _created(path: str) -> Iterator[None]:
 def empty_database() -> str:
     """Returns the path of an empty database with MLflow's tables. The file is cached per user and MLflow version."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not _is_intact(path):  # the file is missing, or a power failure has damaged it
+    if not os.path.exists(path):
         import_mlflow()
         from mlflow.store.db import utils
 
@@ -155,15 +155,6 @@ def empty_database() -> str:
             engine.dispose()
             os.replace(new_path, path)
     return path
-
-
-def _is_intact(path: str) -> bool:
-    """Returns True if a file is an undamaged SQLite database."""
-    with contextlib.suppress(sqlite3.Error):
-        uri = f"file:{quote(os.path.abspath(path))}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
-            return database.execute("PRAGMA quick_check").fetchone() == ("ok",)
-    return False
 
 
 def _try(path: str, mode: str, statement: str) -> None:

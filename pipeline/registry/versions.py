@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.data.counts import most_frequent, with_unit
+from pipeline.data.counts import most_frequent
 from pipeline.errors import InputError, error_summary
 from pipeline.input_uri import InputURI
 from pipeline.job import make_target
@@ -125,30 +125,21 @@ def promote(
 def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares all files. Returns (model id, artifact location)."""
     sent = folder_digests(folder)
-    # models that an earlier attempt uploaded
+    # An earlier attempt may have created the LoggedModel
     models = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-    for model in models:
-        if model.status == "READY" and _received(mlflow, model) == sent:
-            return model.model_id, model.artifact_location
-    if pending := [model for model in models if model.status == "PENDING"]:
-        model = pending[0]
-    else:
+    model = next((model for model in models if model.status != "FAILED"), None)
+    if model is None:
         fields = {"name": stage, "model_type": f"lora-{stage}", "tags": tags}
         model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **fields)
     mlflow.log_model_artifacts(model.model_id, folder)
-    received = _received(mlflow, model)
+    with tempfile.TemporaryDirectory() as scratch:
+        received = folder_digests(_download(mlflow, model.artifact_location, scratch))
     if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
         paths = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
         raise RuntimeError(f"files in the artifact store differ from the saved files: {', '.join(paths)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
-
-
-def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
-    """Downloads the files of a LoggedModel and returns their digests."""
-    with tempfile.TemporaryDirectory() as folder:
-        return folder_digests(_download(mlflow, model.artifact_location, folder))
 
 
 def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
@@ -185,14 +176,7 @@ def describe_version(
         + (", from" if parents else "."),
     ]
     lines += [f"- {role}: {_link(source)}" for role, source in parents.items()]
-    if rows_from := most_frequent(lineage.get("rows_from", {}), 8):
-        lines += ["", "Learned from the conversations of"]
-        lines += [f"- {_link(version)}: {with_unit(rows)}" for version, rows in rows_from.items()]
-    lines.append("")
-    for title, entry in (("Data", "data"), ("Libraries", "versions")):
-        if values := lineage.get(entry):
-            lines.append(f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in values.items())}  ")
-    return "\n".join(lines).strip()
+    return "\n".join(lines)
 
 
 def _shown(value: float, metric: Metric) -> str:

@@ -5,8 +5,6 @@
 `app.py` defines the Ray Serve application, and parses requests with `protocol.py`. `batching.py` decodes the completions of all
 requests with a decoder of pipeline.writing, and `answer.py` turns completions into responses. `models.py` loads the adapters of a
 replica, `scores.py` runs reward models, `feedback.py` stores users' feedback on answers, and `metrics.py` defines the metrics.
-`proxy.py` limits the time in which a client must send its headers.
 """
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of the loopback interface
-REQUEST_S = 30  # time limit in which a client must send the headers of a request, and then its body

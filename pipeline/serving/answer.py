@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from ray.exceptions import TaskCancelledError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tokenizers.decoders import DecodeStream
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipeline.errors import in_brief
 from pipeline.serving.batching import ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 from pipeline.writing.rows import Sampling
-
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # for byte-level vocabularies
 
 
 @contextlib.asynccontextmanager
@@ -208,11 +204,14 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """Returns tokens with log-probs and top alternatives in OpenAI's format, or None if not requested."""
+        """Returns tokens with log-probs and top alternatives in OpenAI's format, or None if not requested.
+
+        As in vLLM, `bytes` are the bytes of the token's text. The text of a part of a character is the replacement character.
+        """
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            data = bytes_of(self.server.tokenizer, token)
-            return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
+            text = self.server.tokenizer.decode([token])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
         if self.request.top is None:
             return None
@@ -221,27 +220,6 @@ class Answer:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
-
-
-@lru_cache(1 << 14)
-def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """Returns the bytes of a token, which may be only a part of a UTF-8 character."""
-    piece, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
-    if piece is None or decoder is None or token in tokenizer.added_tokens_decoder:
-        return str(tokenizer.decode([token])).encode()
-    if decoder.decode(["Ġ"]) == " " and all(character in BYTES for character in piece):
-        return bytes(BYTES[character] for character in piece)
-    if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece
-        return bytes.fromhex(piece[3:5])
-    return decoder.decode(["a", piece])[1:].encode()  # prepends `a`, because decoders strip leading spaces
-
-
-def token_text(data: bytes) -> str:
-    """Returns a token's text, or, like OpenAI, `bytes:` and the escaped bytes if the token is not valid UTF-8."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return f"bytes:{str(data)[2:-1]}"
 
 
 def answer_head(kind: str, request: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from pipeline.models.tokenizer import eos_ids
 from pipeline.run import memory
 from pipeline.run.model_host import ModelHost
 from pipeline.run.roles import longest_row
-from pipeline.serving import LOOPBACK, REQUEST_S, protocol
+from pipeline.serving import LOOPBACK, protocol
 from pipeline.serving.answer import Answer, Stream, complete_prompts, time_limit
 from pipeline.serving.feedback import FeedbackStore, feedback_encoders, feedback_folder
 from pipeline.serving.metrics import Metrics, MetricsPage
@@ -49,6 +49,7 @@ from pipeline.writing.rows import Sampling
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's error code
 HEAD = "node:__internal_head__"  # resource that only the head node has in Ray
+REQUEST_S = 30  # time limit in which a client must send the body of a request
 FLUSH_S = 0.2  # time between two reports of a replica to the recorder
 MAX_UNSENT_ANSWERS = 10_000  # maximum number of answers that a replica keeps while the recorder restarts
 RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
@@ -364,7 +365,6 @@ class Server:
 
     def _chat_ids(self, request: ChatRequest) -> list[int]:
         """Returns the token ids of the messages in the chat template. Raises Refused if the messages are invalid or too long."""
-        outcome: Any
         row = {"prompt": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
         try:
             record = parse_row(row, self.encoder.kind)
@@ -372,16 +372,17 @@ class Server:
                 problem = f"{unused[0]}: the chat template does not use this variable"
                 raise Refused(400, problem, "chat_template_kwargs")
             [[outcome]] = self.encoder.encode([record])
+            if isinstance(outcome, RowError):
+                raise outcome
         except RowError as error:
-            outcome = error
-        if isinstance(outcome, Example):
-            return outcome.columns["input_ids"]
-        field = outcome.field.replace("prompt", "messages", 1) or "messages"
-        overlong = outcome.kind == "overlong"
-        problem = (
-            f"{'messages:' if overlong else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
-        )
-        raise Refused(400, problem, "messages", TOO_LONG if overlong else None)
+            field = error.field.replace("prompt", "messages", 1) or "messages"
+            overlong = error.kind == "overlong"
+            problem = (
+                f"{'messages:' if overlong else f'{field}: found'} {error.found}; expected {error.expected}"
+            )
+            raise Refused(400, problem, "messages", TOO_LONG if overlong else None) from error
+        assert isinstance(outcome, Example)
+        return outcome.columns["input_ids"]
 
     @app.post("/score")
     @endpoint

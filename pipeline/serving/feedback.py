@@ -48,7 +48,8 @@ TABLES = """
 
 
 def feedback_folder(serve: Serve, storage_path: str) -> str:
-    return serve.feedback_path or f"{storage_path}/feedback"
+    """Returns the absolute path of the feedback folder, because a replica may run in another directory."""
+    return storage.absolute(serve.feedback_path or f"{storage_path}/feedback")
 
 
 def feedback_encoders(
@@ -191,17 +192,16 @@ class FeedbackStore:
     def _check_row(self, kind: str, row: dict[str, Any]) -> None:
         """Raises Refused (400) if the stage that trains on this kind of row would reject or skip the row."""
         encoder, key = self.encoders[kind], FILES[kind][1]
-        outcome: Any
         try:
-            [outcome] = encoder.encode([parse_row(row, encoder.kind)])[0]
+            [[outcome]] = encoder.encode([parse_row(row, encoder.kind)])
+            if isinstance(outcome, RowError):
+                raise outcome
         except RowError as error:
-            outcome = error
-        if isinstance(outcome, RowError):
-            field = f"`{outcome.field}` is " if outcome.field else "found "
+            field = f"`{error.field}` is " if error.field else "found "
             problem = (
-                f"{key}: no stage can train on this row: {field}{outcome.found}; expected {outcome.expected}"
+                f"{key}: no stage can train on this row: {field}{error.found}; expected {error.expected}"
             )
-            raise Refused(400, problem, key)
+            raise Refused(400, problem, key) from error
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""

@@ -75,11 +75,6 @@ class Models:
 
     # --------------------------------------------------------------------------------------------- loading
 
-    def _checked(self, key: str, version: str) -> Input:
-        """Fetches and checks a version. Raises InputError if the version does not fit the base or the other policies."""
-        work = self.host.work
-        return self._with_same_template(key, check_inputs(work, {key: version}, self.files)[key])
-
     def _with_same_template(self, key: str, model: Input) -> Input:
         """Returns `model`. Raises InputError if the adapter's chat template differs from the other policies' chat template."""
         if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
@@ -144,7 +139,8 @@ class Models:
                 problem = f"cannot serve {version}"
                 if version != old:
                     # Checks the version outside of the batcher's thread, because checks would delay the batch.
-                    model = self._checked(key, version)
+                    model = check_inputs(self.host.work, {key: version}, self.files)[key]
+                    model = self._with_same_template(key, model)
                     self.batcher.run(partial(self._serve, key, version, model)).result()
                     changes[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:

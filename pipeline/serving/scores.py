@@ -57,20 +57,19 @@ class Scores:
         """Returns the columns of a tokenized row. Raises RowError if the row is invalid or lacks a column for the reward."""
         outcome: Any
         try:
-            [outcomes] = self.encoder.encode([parse_row(row, self.encoder.kind)])
-            outcome = outcomes[0]
+            [[outcome, *others]] = self.encoder.encode([parse_row(row, self.encoder.kind)])
             if InputURI.parse(source).is_function and (
                 parameter := missing_parameter(source, {*row, "messages"})
             ):
-                outcome = RowError("missing", parameter, "no such field", f"one, because {source} needs it")
-            elif isinstance(outcome, Dropped):
+                raise RowError("missing", parameter, "no such field", f"one, because {source} needs it")
+            if isinstance(outcome, Dropped):
                 expected = "a shorter prompt"
-                outcome = RowError(outcome.reason, "", "a pair that is equal once it is truncated", expected)
-            elif len(outcomes) > 1:
-                outcome = RowError("wrong_type", "pos_answers", "several pairs in a row", "one pair per row")
+                raise RowError(outcome.reason, "", "a pair that is equal once it is truncated", expected)
+            if others:
+                raise RowError("wrong_type", "pos_answers", "several pairs in a row", "one pair per row")
+            if isinstance(outcome, RowError):
+                raise outcome
+            return outcome.columns
         except RowError as error:
-            outcome = error
-        if isinstance(outcome, RowError):
-            outcome.file, outcome.line, outcome.unit = "request", number, "element"
-            raise outcome
-        return outcome.columns
+            error.file, error.line, error.unit = "request", number, "element"
+            raise

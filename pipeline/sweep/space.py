@@ -88,7 +88,7 @@ class Sweep:
 
 
 def read_sweep(path: str, arguments: list[str]) -> Sweep:
-    """Returns the sweep that a command line describes. Raises one InputError about all combinations whose job is invalid."""
+    """Returns the sweep that a command line describes. Raises InputError about the first combination whose job is invalid."""
     varied: dict[str, list[str]] = {}
     shared, settings = [], {}
     for argument in arguments:
@@ -114,7 +114,11 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
             why = "trials must differ only in training settings"
             raise InputError(f"a sweep cannot vary this key, because {why}; set one value", key=key)
-    jobs = _load_all(path, shared, _combinations(varied, sweep_settings))
+    combinations = _combinations(varied, sweep_settings)
+    jobs = [
+        (load_job(path, [*shared, *(f"{k}={v}" for k, v in values.items())]), values)
+        for values in combinations
+    ]
     if not base.held_out:
         raise InputError(
             "the trials are compared on held-out rows, but there are none; set data.eval or data.eval_fraction",
@@ -170,26 +174,6 @@ def _combinations(varied: dict[str, list[str]], settings: SweepSettings) -> list
         )
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     return [x for i, x in enumerate(combinations) if x not in combinations[:i]]  # removes duplicates
-
-
-def _load_all(
-    path: str, shared: list[str], combinations: list[dict[str, str]]
-) -> list[tuple[Job, dict[str, str]]]:
-    """Returns the job of every combination. Raises one InputError about all combinations whose job is invalid."""
-    jobs = []
-    problems: dict[str, list[str]] = {}
-    for values in combinations:
-        arguments = [f"{key}={value}" for key, value in values.items()]
-        try:
-            jobs.append((load_job(path, [*shared, *arguments]), values))
-        except InputError as error:
-            problems.setdefault(str(error), []).append(" ".join(arguments))
-    if problems:
-        count = sum(map(len, problems.values()))
-        lines = [f"{count} of {len(combinations)} trials cannot run; nothing was started"]
-        lines += [f"  {message}\n    in {'; '.join(arguments)}" for message, arguments in problems.items()]
-        raise InputError("\n".join(lines))
-    return jobs
 
 
 def check_comparable(metric: str, stage: str, varied: Collection[str]) -> None:

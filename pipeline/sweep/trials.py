@@ -29,7 +29,7 @@ from pipeline.settle.placement import Places
 from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
 from pipeline.sweep.space import Sweep, SweepSettings
-from pipeline.system import storage, terminal
+from pipeline.system import storage
 from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
 
@@ -129,7 +129,6 @@ def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]
     import ray
 
     ended, count, printed = threading.Event(), len(sweep.trials), 0
-    started, done_before = time.monotonic(), count_done(ray.get(rungs.state.remote()))
 
     def look() -> None:
         nonlocal printed
@@ -138,7 +137,7 @@ def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]
             if not (lines := state["lines"][printed:]):
                 return
             printed += len(lines)
-            lines[-1] += f"   [{overall_progress(state, count, time.monotonic() - started, done_before)}]"
+            lines[-1] += f"   [{len(state['ended'])} of {count} ended, {len(state['running'])} running]"
             try:
                 keep(state)
             except OSError as error:  # the next report, or the end of the sweep, writes sweep.json again
@@ -157,28 +156,6 @@ def watch_trials(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]
     finally:
         ended.set()
         thread.join()
-
-
-def overall_progress(state: dict[str, Any], count: int, seconds: float, done_before: float) -> str:
-    """Returns a text with the numbers of ended and running trials, and the remaining time at the speed so far.
-
-    Args:
-        count: number of all trials.
-        seconds: time since this driver started.
-        done_before: `count_done` when this driver started.
-    """
-    text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
-    done, remaining = count_done(state) - done_before, count - count_done(state)
-    if done > 0 and remaining > 0:
-        text += f", left {terminal.duration(seconds / done * remaining)}"
-    return text
-
-
-def count_done(state: dict[str, Any]) -> float:
-    """Returns the number of ended trials. A running trial counts as the fraction of its steps that are done."""
-    reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
-    shares = {trial: newest["step"] / newest["of"] for trial, newest in reports.items()}
-    return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())
 
 
 # ------------------------------------------------------------------------------------------- which trials stop
@@ -239,19 +216,14 @@ class Rungs:
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
         # Passes every evaluation to ASHA, even if its decision is known, because ASHA compares later evaluations with this one.
-        decision = self._decide(trial, evaluation)
+        decision, percent = None, 100 * evaluation["step"] / evaluation["of"]
+        if self.asha and percent < 100:
+            result = {"percent": percent, "figure": evaluation["figure"]}
+            if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) == self.asha.STOP:
+                decision = f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
         evaluation.setdefault("stop", decision)
         self.reports[trial].append(evaluation)
         return evaluation["stop"]
-
-    def _decide(self, trial: str, evaluation: dict[str, Any]) -> str | None:
-        if self.asha is None or evaluation["step"] >= evaluation["of"]:  # the trial's last step
-            return None
-        percent = 100 * evaluation["step"] / evaluation["of"]
-        result = {"percent": percent, "figure": evaluation["figure"]}
-        if self.asha.on_trial_result(None, SimpleNamespace(trial_id=trial), result) != self.asha.STOP:
-            return None
-        return f"ASHA: not among the best 1/{self.factor} at {percent:.0f} % of the steps"
 
     def begin(self, trial: str) -> None:
         if trial not in self.running:  # a running trial begins again if its process died

@@ -45,9 +45,9 @@ LIBRARIES = (
 
 
 @contextlib.contextmanager
-def print_if_slow(message: str, seconds: float = 2.0) -> Iterator[None]:
-    """Prints `message` if the `with` block takes longer than `seconds`."""
-    timer = threading.Timer(seconds, print, [message], {"flush": True})
+def print_if_slow(message: str) -> Iterator[None]:
+    """Prints `message` if the `with` block takes longer than 2 seconds."""
+    timer = threading.Timer(2.0, print, [message], {"flush": True})
     timer.daemon = True
     timer.start()
     try:

@@ -15,14 +15,11 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.errors import Failure
 from pipeline.system import deadline, terminal
 
-_exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to clean up after the first signal
 received: signal.Signals | None = (
@@ -36,8 +33,6 @@ def run_main(main: Callable[[], int]) -> int:
     """Calls `main`, and returns the exit status of this process. Sets up streams and signal handlers first."""
     global _is_command
     _is_command = True
-    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and similar functions call these functions
-        _forbid(name)
     # Ignores signals at the end of the exit, when Python restores the default handlers
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     terminal.wrap_streams()
@@ -47,25 +42,12 @@ def run_main(main: Callable[[], int]) -> int:
     listen()
     status = main()
     # If a signal arrives while libraries shut down, exits with the same status
-    listen(lambda *_: _exit(status))
+    listen(lambda *_: os._exit(status))
     if deadline.abandoned:  # a normal exit would wait minutes for threads that have timed out
         sys.stdout.flush()
         sys.stderr.flush()
-        _exit(status)
+        os._exit(status)
     return status
-
-
-def _forbid(name: str) -> None:
-    """Makes os.`name` raise Failure in this process, because user code could end a run with status 0. Children are exempt."""
-    original, pid, library_file = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
-
-    def end(*arguments: Any) -> Any:
-        if os.getpid() != pid:
-            return original(*arguments)
-        caller = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library_file][-1]
-        raise Failure(f"{caller.filename}:{caller.lineno} called os.{name}, which no run may do")
-
-    setattr(os, name, end)
 
 
 def resume() -> None:
@@ -80,7 +62,7 @@ def _on_signal(number: int, _: Any) -> None:
     now = time.monotonic()
     if _is_command and _since is not None:
         if now - _since > PATIENCE_S:
-            _exit(128 + number)
+            os._exit(128 + number)
         return
     _since = now
     if number == signal.SIGINT:

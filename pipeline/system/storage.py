@@ -105,10 +105,7 @@ def exists(path: str) -> bool:
 def read_json(path: str) -> Any:
     """Returns the parsed content of a JSON file. Raises OSError or ValueError if the file cannot be read or parsed."""
     with _opened(path) as stream:
-        try:
-            return json.loads(stream.read())
-        except RecursionError as error:
-            raise ValueError(f"its values are nested too deeply ({error})") from error
+        return json.loads(stream.read())
 
 
 def _opened(path: str) -> Any:
@@ -259,16 +256,16 @@ def remove(path: str) -> None:
 
 def folders(path: str) -> list[str]:
     """Returns the names of the folders directly in `path`, or [] if `path` does not exist."""
-    return [name for name, kind in names(path).items() if kind == "Directory"]
+    return [name for name, info in names(path).items() if info.type.name == "Directory"]
 
 
-def names(path: str) -> dict[str, str]:
-    """Returns {name: Directory or File} for the entries directly in `path`, or {} if `path` does not exist."""
+def names(path: str) -> dict[str, Any]:
+    """Returns {name: pyarrow's FileInfo} for the entries directly in `path`, or {} if `path` does not exist."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)
     entries = fs.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
-    return {entry.base_name: entry.type.name for entry in entries}
+    return {entry.base_name: entry for entry in entries}
 
 
 def move(path: str, target: str) -> None:
@@ -321,15 +318,6 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
 def probe_in(folder: str) -> str:
     """Returns a unique path in a folder for a file that tests whether the folder can be written."""
     return join(folder, f".probe-{uuid.uuid4().hex[:12]}")
-
-
-def files(path: str) -> dict[str, int]:
-    """Returns {name: bytes} of the files directly in `path`, or {} if `path` does not exist."""
-    import pyarrow.fs as pafs
-
-    fs, inner = filesystem(path)
-    entries = fs.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
-    return {entry.base_name: entry.size for entry in entries if entry.type.name == "File"}
 
 
 def read_bytes(path: str, start: int = 0) -> bytes:

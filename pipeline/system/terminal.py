@@ -127,7 +127,6 @@ class Screen(Output):
         self.listing = False  # whether the next indented lines belong to a shown line that ended with a colon
         self.progress = ""  # a progress line that stays on the terminal if another line follows
         self.last = time.monotonic()  # time of the last line that stayed on the terminal
-        self.following = 0.0  # estimated seconds for the stages after this one
 
     def write(self, text: str) -> int:
         pending = getattr(self.pending, "text", "") + text
@@ -160,8 +159,6 @@ class Screen(Output):
             return
         if seconds := float(seconds_left or 0):
             text += f"  {duration(seconds)} left"
-            if self.following:
-                text += f", {duration(seconds + self.following)} for all stages"
         if suffix:
             text += f"  {suffix}"
         if seconds_left:

@@ -1,12 +1,9 @@
-"""Tests which names, overrides and time estimates `run` uses for its stages. tests/test_readme.py runs the command."""
-
-import json
+"""Tests which names and overrides `run` uses for its stages. tests/test_readme.py runs the command."""
 
 import pytest
 
 from pipeline.commands import run as rlhf
 from pipeline.errors import InputError
-from pipeline.job import load_job
 
 
 def test_the_summary_shows_the_results_of_the_profile():
@@ -33,17 +30,6 @@ def test_one_name_names_every_stage_that_has_no_name_of_its_own(in_root):
     assert rlhf.load_profile("jobs/demo", [])["rm"].run.name is None
     with pytest.raises(InputError, match=r"run\.name: runs/x would be the run folder of several stages"):
         rlhf.load_profile("jobs/demo", ["sft.run.name=x", "rm.run.name=x"])
-
-
-def test_the_time_of_a_stage_is_the_time_of_its_newest_run_or_of_the_demo(in_root, tmp_path):
-    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
-    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == rlhf.DEMO_SECONDS["sft"]
-    assert rlhf.expected_seconds("sft", "mine/sft.yaml", str(tmp_path / "missing")) == 0.0
-    for number, source in enumerate((job.source, job.source, "x"), 1):
-        (tmp_path / f"sft-{number}").mkdir()
-        result = {"seconds": float(number), "job": {"source": source}}
-        (tmp_path / f"sft-{number}/result.json").write_text(json.dumps(result))
-    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == 2.0
 
 
 def test_an_override_reaches_every_stage_or_the_one_it_names():

@@ -47,18 +47,6 @@ def test_an_unusable_file_is_reported_at_once(job, tmp_path, monkeypatch):
         registry.check_store(tracking_of(job))
 
 
-def test_a_damaged_cache_is_made_again(migrated, tmp_path, monkeypatch, in_root):
-    """Each new storage path gets a copy of the cached empty store, so a damaged cache must be replaced."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cached = tmp_path / "cache/rlhf-pipeline" / migrated.name
-    cached.parent.mkdir(parents=True, mode=0o700)
-    shutil.copy(migrated, cached)
-    os.truncate(cached, os.path.getsize(cached) // 8192 * 4096)  # simulates a power failure during a write
-    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft")
-    registry.check_store(tracking_of(job))
-    assert cached.stat().st_size == migrated.stat().st_size
-
-
 @pytest.mark.parametrize("name", ["a%20b?c=d#e", """it's "both" ü😀 \\[a]*;$HOME"""])
 def test_a_folder_with_an_unusual_name_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
     """MLflow puts paths into filters and URIs, where quotes and percent signs have a special meaning."""

@@ -34,7 +34,6 @@ def register(job, adapter, metrics=None, lineage=LINEAGE):
 
 
 def test_a_version_has_a_description_with_links(job, adapter):
-    """The description lists the model versions that wrote most of the training rows."""
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
     figures = {"initial_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
@@ -43,8 +42,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
     assert version.description == (
         "- held-out loss: 0.54 → **0.5**\n- gate: none set\n\n"
         f"Trained by [one](#/experiments/1/runs/{version.run_id}) (sft) on `b` (sha256:1), from\n"
-        "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`\n\n"
-        "Data: train abababababab  \nLibraries: torch 2.13.0"
+        "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`"
     )
     assert set(version.tags) == set(
         "stage base_name_or_path base_digest parents data eval_loss measured_with gate".split()
@@ -55,12 +53,6 @@ def test_a_version_has_a_description_with_links(job, adapter):
     rows_from = registry.read_version("models:/rlhf-sft/2", tracking_of(job).uri)["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
     assert sum(rows_from.values()) == sum(counts.values())
-    said = mlflow(job).get_model_version("rlhf-sft", "2").description
-    assert (
-        "\nLearned from the conversations of\n- [rlhf-ppo v30](#/models/rlhf-ppo/versions/30): 30 rows\n"
-        in said
-    )
-    assert said.endswith(f"- `others`: {7 + sum(range(1, 23))} rows")
 
 
 def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, adapter):

@@ -61,8 +61,7 @@ def test_each_event_is_a_line_and_failures_are_kept():
     judge.begin("b")
     judge.report("a", 25, 100, 0.3)
     judge.report("b", 25, 100, 0.6)
-    assert judge.state()["running"] == ["a", "b"] and trials.count_done(judge.state()) == 0.5
-    assert trials.overall_progress(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 49 s"
+    assert judge.state()["running"] == ["a", "b"]
     judge.end("a", "out of memory")
     judge.end("b", None)
     state = judge.state()
@@ -71,7 +70,6 @@ def test_each_event_is_a_line_and_failures_are_kept():
         "a  begins", "b  begins", "a  step 25/100  loss 0.3", "b  step 25/100  loss 0.6", f"b  stops: {STOPS}",
         "a  failed: out of memory", "b  ended",
     ]  # fmt: skip
-    assert trials.overall_progress(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"
     judge.begin("a")
     assert judge.state()["failures"] == {}, "a restarted trial has not failed yet"
 

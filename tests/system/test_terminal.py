@@ -78,14 +78,6 @@ def test_a_live_line_does_not_wrap_even_after_a_c_that_the_terminal_echoes(monke
     assert terminal.fit_line("x" * 40) == "x" * 27
 
 
-def test_the_time_left_counts_the_stages_that_follow(command):
-    def first_stage():
-        terminal.screen.following = 60.0
-        terminal.show_progress("train 1/2", 5.0)
-
-    assert "train 1/2  5 s left, 1 min 05 s for all stages" in command(first_stage, tty=True)[0]
-
-
 def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
 

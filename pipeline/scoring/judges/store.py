@@ -59,8 +59,8 @@ class Store:
             if size == self.seen:
                 return
             self.seen = size
-        for name, size in storage.files(self.folder).items():
-            if name.endswith(".jsonl") and size > self.read.get(name, 0):
+        for name, info in storage.names(self.folder).items():
+            if name.endswith(".jsonl") and info.size > self.read.get(name, 0):
                 self._read(name)
 
     def _read(self, name: str) -> None:
