@@ -298,7 +298,7 @@ def fetch(reference: str, uri: str) -> str:
     except Exception as error:  # each artifact store raises its own types of errors
         raise InputError(
             f"{reference}: its files cannot be fetched from {without_credentials(location)} ({error_summary(error)}); restore them, or "
-            "use another version"
+            "use another version. If the folder of the runs has moved, move it back, or make a link at its old place"
         ) from error
 
 

@@ -147,12 +147,11 @@ def open_run(job: Job, earlier: Earlier) -> Iterator[tuple[Work, dict[str, Any],
             counts = {name: split.kept for name, split in report.splits.items()}
             for line in judging.estimate_costs(work, rows, counts):
                 terminal.say(line)
-        resumed = bool(old_job) and resume.same_content(
-            old_job, work.identity, work.base["digest"], work.digests
-        )
+        content = work.digests | resume.digest_tokenizer(work.tokenizer)
+        resumed = bool(old_job) and resume.same_content(old_job, work.identity, work.base["digest"], content)
         lease = stack.enter_context(resume.owned_folder(work.folder, earlier.files, work.identity.overwrite))
         checkpoints.newest_checkpoint(work.folder)  # moves damaged checkpoints away before a worker starts
-        resume.record_start(work.identity, work.versions, work.base["digest"], work.digests)
+        resume.record_start(work.identity, work.versions, work.base["digest"], content)
         run_id = stack.enter_context(_mlflow_run(work, new_run=not resumed))
         work = replace(work, lease=lease, started=started, run_id=run_id)
         stack.enter_context(failure_recorded(work))

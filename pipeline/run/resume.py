@@ -112,6 +112,14 @@ def record_start(run: Identity, inputs: dict[str, str], base: str, rows: dict[st
     storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
 
 
+def digest_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Returns {description of tokenizer and chat template: digest}, an entry of `rows` in record_start and same_content."""
+    from pipeline.models.tokenizer import template_digest, tokenizer_digest
+
+    name = "the tokenizer or the chat template of model.name_or_path"
+    return {name: f"{tokenizer_digest(tokenizer)} {template_digest(tokenizer)}"}
+
+
 def read_left(folder: str, files: dict[str, str], file: str, *keys: str) -> dict[str, Any]:
     """Returns a JSON object that an earlier process left in a folder, or {} if there is none.
 
@@ -250,7 +258,7 @@ def same_content(old_job: dict[str, Any], run: Identity, base: str, rows: dict[s
 
     Args:
         base: digest of the base.
-        rows: digests of the rows and of Python functions.
+        rows: digests of the rows, of Python functions, and of the tokenizer.
     """
     start = old_job.get("begun_with", {})
     old_base = start.get("base", base)

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 
 from pipeline import registry
-from pipeline.errors import InputError, in_brief
+from pipeline.errors import in_brief
 from pipeline.input_uri import InputURI
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import check_base
-from pipeline.models.tokenizer import template_digest
 from pipeline.run import roles
 from pipeline.run.model_host import ModelHost
 from pipeline.scoring.rewards import Reward
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
-from pipeline.settle.inputs import check_inputs
+from pipeline.settle.inputs import check_inputs, check_same_tokens
 from pipeline.settle.work import Input, Work
 from pipeline.writing.decoder import PREFILL_TOKENS, SlotDecoder
 from pipeline.writing.memory import free_bytes, kv_bytes
@@ -66,27 +65,13 @@ class Models:
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key, version in pinned_versions(host.work).items():
-            model = host.work.inputs.get(key)
-            self._serve(key, version, model and self._with_same_template(key, model))
+            self._serve(key, version, host.work.inputs.get(key))
 
     @property
     def versions(self) -> dict[str, str]:
         return {name: served.version for name, served in {**self.policies, **self.rewards}.items()}
 
     # --------------------------------------------------------------------------------------------- loading
-
-    def _with_same_template(self, key: str, model: Input) -> Input:
-        """Returns `model`. Raises InputError if the adapter's chat template differs from the other policies' chat template."""
-        if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
-            return model
-        template = model.lineage.get("chat_template")
-        if template not in (None, template_digest(self.host.tokenizer)):
-            raise InputError(
-                f"{model.version} was trained with a different chat template than the other policies; serve this version "
-                "separately, or set model.chat_template for all policies",
-                key=f"serve.{key}",
-            )
-        return model
 
     def _serve(self, key: str, version: str, model: Input | None) -> None:
         """Loads a version unless it is already loaded, and assigns it to a model id."""
@@ -139,8 +124,9 @@ class Models:
                 problem = f"cannot serve {version}"
                 if version != old:
                     # Checks the version outside of the batcher's thread, because checks would delay the batch.
-                    model = check_inputs(self.host.work, {key: version}, self.files)[key]
-                    model = self._with_same_template(key, model)
+                    work = self.host.work
+                    model = check_inputs(work, {key: version}, self.files)[key]
+                    check_same_tokens(work.model, self.host.tokenizer, f"serve.{key}", model)
                     self.batcher.run(partial(self._serve, key, version, model)).result()
                     changes[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:

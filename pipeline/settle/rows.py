@@ -1,7 +1,7 @@
 """Reads and tokenizes the rows of a run, and checks that the job's settings and inputs fit the rows."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ def tokenize_rows(work: Work, start_ray: Callable[[], Any] | None = None) -> tup
     # Checks that need the rows
     if work.spec.scores:
         check_needed_columns(work, rows)
-    check_row_format(data, work.inputs.get("policy"), report.row_format())
+    check_row_format(data, work.inputs, work.keys, report.row_format())
     if data.train and work.identity.stage == "kto":
         check_labels(work.trainer, *report.labels())
     if data.train and work.spec.online:
@@ -76,16 +76,27 @@ def tokenize_rows(work: Work, start_ray: Callable[[], Any] | None = None) -> tup
     return work, rows, report
 
 
-def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None:
-    """Raises InputError if the rows are chat messages, but the policy was trained on plain text."""
-    if policy is None or rows not in ("chat", "both") or data.apply_chat_template is not None:
-        return
-    if policy.lineage.get("rows") == "text":
-        raise InputError(
-            f"{policy.version} was trained by {policy.lineage['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
-            "train sft on messages, or set data.apply_chat_template=true to continue in another format",
-            key="policy",
-        )
+def check_row_format(
+    data: Data, inputs: Mapping[str, Input], keys: Mapping[str, str], rows: str | None
+) -> None:
+    """Raises InputError if an adapter was trained on plain text and the rows are chat messages, or the other way around.
+
+    Args:
+        keys: {name of an input: its key in the job}.
+        rows: the form in which the models read the rows (chat, text or both), or None if the job has no rows.
+    """
+    forms = {"text": "plain text", "chat": "messages", "both": "messages"}
+    for name, model in inputs.items():
+        trained = str(model.lineage.get("rows"))
+        differs = (trained, rows) in (("text", "chat"), ("text", "both"), ("chat", "text"))
+        if differs and data.apply_chat_template is None:
+            needed, found = forms[trained], forms[str(rows)]
+            apply = str(found == "messages").lower()
+            raise InputError(
+                f"{model.version} was trained by {model.lineage['stage']} on {needed}, and this job has rows of {found}; use rows of "
+                f"{needed}, train {model.lineage['stage']} on {found}, or set data.apply_chat_template={apply} to continue in another format",
+                key=keys[name],
+            )
 
 
 def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:

@@ -10,7 +10,13 @@ from pipeline.errors import InputError
 from pipeline.job import Job, Model
 from pipeline.job.identity import identity_of
 from pipeline.settle.identity import gate_of, tracking_of
-from pipeline.settle.inputs import check_inputs, makes_adapter, pin_inputs, room_for_prompts
+from pipeline.settle.inputs import (
+    check_inputs,
+    check_same_tokens,
+    makes_adapter,
+    pin_inputs,
+    room_for_prompts,
+)
 from pipeline.settle.placement import Places
 from pipeline.settle.places import places_of
 from pipeline.settle.work import Input, Sections, Work
@@ -51,6 +57,8 @@ def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Wo
             flush=True,
         )
     tokenizer = _tokenizer(work.model, adapters, "policy" in work.named)
+    for name, adapter in adapters.items():
+        check_same_tokens(work.model, tokenizer, work.keys[name], adapter)
     return replace(work, room=room, inputs=inputs, tokenizer=tokenizer)
 
 

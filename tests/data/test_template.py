@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,14 +96,11 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
         given = [f"model.name_or_path={bare}", f"policy={folder}", *rewards]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
         assert text_as_chat(settle_job(job).tokenizer, None) is chat
-        policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
-        check_row_format(job.data, policy, "text")
-        if rows == "text":
-            why = "was trained by sft on plain text, and this job has rows of messages"
-            with pytest.raises(InputError, match=f"^policy: .*text {why}"):
-                check_row_format(job.data, policy, "chat")
-        else:
-            check_row_format(job.data, policy, "chat")
+        inputs = {"reward.0": Input(folder, "adapter", folder, lineage.read(folder, folder))}
+        for form, words in (("text", "plain text"), ("chat", "messages")):
+            why = f"^reward: .* was trained by sft on .*, and this job has rows of {words}; .*=.* to continue"
+            with nullcontext() if rows in (form, "both") else pytest.raises(InputError, match=why):
+                check_row_format(job.data, inputs, {"reward.0": "reward"}, form)
 
 
 def test_several_templates_without_a_default(tmp_path):

@@ -13,6 +13,7 @@ from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.job import load_job
 from pipeline.job.identity import identity_of
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.run import checkpoints, resume
@@ -134,6 +135,19 @@ def test_changed_content_under_the_same_path_is_detected(halfway, in_root):
     ):
         with pytest.raises(InputError, match=says):
             resume.same_content(found, job, base, rows)
+
+
+def test_a_run_does_not_resume_with_another_tokenizer_in_the_folder_of_the_base(halfway, tmp_path, in_root):
+    folder, job = shutil.copytree(halfway, tmp_path / "copy"), job_of(tmp_path / "copy", *BATCH)
+    tokenizer = load_tokenizer("jobs/demo/model")
+    resume.record_start(job, {}, "sha256:base", resume.digest_tokenizer(tokenizer))
+    found = resumable(job_of(folder, *BATCH))
+    assert resume.same_content(found, job, "sha256:base", resume.digest_tokenizer(tokenizer))
+    tokenizer.eos_token = tokenizer.decode(5)
+    with pytest.raises(
+        InputError, match=r"the tokenizer or the chat template of model\.name_or_path has changed"
+    ):
+        resume.same_content(found, job, "sha256:base", resume.digest_tokenizer(tokenizer))
 
 
 def digests(job):

@@ -86,6 +86,29 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
 
+@pytest.mark.parametrize("key", ["chat_template", "tokenizer"])
+def test_all_models_of_a_run_read_the_tokens_of_their_training(key, tmp_path, capsys, in_root):
+    """Another template is an error unless the job chooses one. Another tokenizer may be a repair, so it is a warning."""
+    adapters = {name: str(tmp_path / name) for name in ("policy", "reward")}
+    for name, folder in adapters.items():
+        toy_models.make(folder, seed=0, head=name == "reward")
+        (tmp_path / name / "lineage.json").write_text(
+            json.dumps({key: "sha256:other"} if name == "reward" else {})
+        )
+    given = [f"{name}={folder}" for name, folder in adapters.items()]
+    with (
+        nullcontext()
+        if key == "tokenizer"
+        else pytest.raises(InputError, match=r"reward: .* another chat template")
+    ):
+        settle_job(load_job("jobs/demo/ppo.yaml", [*given, "judge=null"], "ppo"))
+    settle_job(load_job("jobs/demo/ppo.yaml", [*given, "judge=null", "model.chat_template=plain"], "ppo"))
+    assert (
+        f"warning: reward: {adapters['reward']} was trained with another {key.replace('_', ' ')}"
+        in capsys.readouterr().out
+    )
+
+
 def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
     """A merged model has the same shapes as its base, but other weights. An adapter of the merged model does not fit the base."""
     toy_models.make(policy := str(tmp_path / "adapter"), seed=0, head=False)
