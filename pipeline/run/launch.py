@@ -123,8 +123,8 @@ def finished_result(earlier: Earlier) -> Result | None:
         return None
     run = earlier.identity
     print(
-        f"run {run.name} is finished ({run.folder}/result.json); run.overwrite=true starts it over, another run.name starts a "
-        "new one"
+        f"run {run.name} is finished ({run.folder}/result.json), and rows and aliases are not read again; run.overwrite=true starts it "
+        "over, another run.name starts a new one"
     )
     resume.print_differences(earlier.result.get("job") or run.settings, run)
     return earlier.result | {"folder": run.folder}  # the folder may have been moved after the run

@@ -19,6 +19,7 @@ from typing import Any, cast
 from pipeline import run_folder
 from pipeline.errors import InputError, in_brief
 from pipeline.input_uri import InputURI
+from pipeline.job.gates import combines_rows
 from pipeline.job.identity import Identity
 from pipeline.job.stages import INPUTS
 from pipeline.registry import lineage
@@ -219,7 +220,8 @@ def blocking_changes(old_job: dict[str, Any], run: Identity) -> dict[str, tuple[
     """
     spec, settings = run.spec, run.settings
     ignored = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if settings["data"]["batch_size"] or spec.online:  # the key only limits the rows in memory
+    # With data.batch_size, this key only limits the rows in memory.
+    if spec.online or (settings["data"]["batch_size"] and not combines_rows(settings["trainer"])):
         ignored.append("trainer.per_device_train_batch_size")
     if spec.learns:  # in other stages, these keys set the judge of the output and the size of the parts
         ignored += ["judge", "trainer.local_rollout_forward_batch_size"]

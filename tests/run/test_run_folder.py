@@ -20,7 +20,7 @@ from pipeline.run import checkpoints, resume
 from pipeline.run.launch import write_result
 from pipeline.run.resume import owned_folder, owner_files
 from pipeline.settle import inputs
-from pipeline.settle.identity import with_run_name
+from pipeline.settle.identity import gate_of, with_run_name
 from pipeline.settle.work import Input
 from pipeline.system import lease
 
@@ -92,6 +92,21 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
         with pytest.raises(InputError, match=says):
             resumable(job_of(folder, *left, change))
         assert resumable(job_of(folder, *left, "run.num_to_keep=5"))
+
+
+@pytest.mark.parametrize(("loss", "combines"), [("sigmoid", False), ("[sigmoid, sft]", True), ("aot", True)])
+def test_a_loss_that_combines_rows_depends_on_the_micro_batch(loss, combines, in_root):
+    """TRL computes such a loss over a micro-batch, so another size changes the gradient and the eval loss."""
+    jobs = [
+        load_job(
+            "jobs/demo/dpo.yaml",
+            [*BATCH, f"trainer.loss_type={loss}", f"trainer.per_device_train_batch_size={n}"],
+        )
+        for n in (8, 4)
+    ]
+    old, new = (identity_of(with_run_name(job)) for job in jobs)
+    assert ("trainer.per_device_train_batch_size" in resume.blocking_changes(old.settings, new)) == combines
+    assert ("trainer.per_device_eval_batch_size" in gate_of(jobs[0]).settings) == combines
 
 
 def resumable(run):
