@@ -96,6 +96,12 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
     if hub.is_reference(trained_on) and base["digest"].startswith("commit:"):
         differs = trained_on.lower() != name.lower()
         fix = f". If {name} has the same weights, download it and set model.name_or_path to the folder"
+    elif hub.is_reference(trained_on):
+        # A folder called like the model, or the Hub's cache, whose folder is called models--OWNER--NAME
+        parts = [part.rpartition("--")[2] for part in Path(name.lower()).parts]
+        if Path(trained_on).name.lower() not in parts:
+            problem = f"the adapter names the base {trained_on}; {name} may have other weights"
+            print(f"warning: {reference}: {problem}", flush=True)
     elif os.path.exists(os.path.join(trained_on, "config.json")) and base["digest"].startswith("sha256:"):
         differs = base_identity(trained_on)["digest"] != base["digest"]
     if differs:

@@ -129,6 +129,18 @@ def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
             settle_job(job)
 
 
+@pytest.mark.parametrize(
+    ("base", "warns"), [("org/Model", False), ("meta-llama/Llama-3.1-8B-Instruct", True)]
+)
+def test_an_adapter_of_a_base_on_the_hub_is_used_with_a_folder(base, warns, tmp_path, capsys, in_root):
+    """The folder may be a download of the base. Its name tells."""
+    toy_models.make(policy := str(tmp_path / "adapter"), seed=0, head=False)
+    file = Path(policy, "adapter_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    settle_job(load_job("jobs/demo/dpo.yaml", [f"policy={policy}"], "dpo"))
+    assert ("may have other weights" in capsys.readouterr().out) == warns
+
+
 ON_HEAD = {"r": 2, "target_modules": ["q_proj", "lm_head"]}
 RANKS, DORA = {"r": 2, "rank_pattern": {"q_proj": 1}}, {"r": 2, "use_dora": True}
 
