@@ -94,7 +94,7 @@ def test_versions_record_their_origin(runs, storage):
     for key in ("base_digest", "tokenizer", "chat_template"):
         assert version.tags[key] == sft.tags[key] != ""
     assert "eval_kl" in version.tags and "eval_runtime" not in sft.tags
-    assert "- KL: **" in version.description and "ray 2.60.0" in version.description
+    assert "- KL: **" in version.description
 
 
 def test_a_run_records_its_job_and_its_data(runs, storage):
