@@ -44,7 +44,6 @@ class Result(TypedDict, total=False):
     champion: Any  # the version that the gate compared with
     mlflow_run_id: Any  # as text
     tracking_uri: str
-    digests: dict[str, str]  # {split, or key of a Python function: digest}
     versions: dict[str, str]  # {library: its version}
     cost: dict[str, Any]  # GPU hours and dollars
     judges: dict[str, dict[str, float]]  # {input: answers and dollars}; only with LLM judges

@@ -141,7 +141,7 @@ def test_few_functions_take_a_whole_job():
 
 def test_no_line_outside_of_job_and_settle_asks_for_the_stage():
     """settle/ computes everything that depends on the stage. Only subcommands and reports may use a stage's name."""
-    asks = re.compile(r"\bSTAGE\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
+    asks = re.compile(r"\bSTAGE_SPECS\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
     lines = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for file in ABOVE

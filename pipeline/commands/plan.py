@@ -110,8 +110,7 @@ def gpu_names(places: Places) -> list[str]:
     """Returns the names of the GPUs that the workers may get. Raises InputError if the table of `plan` has none of these GPUs."""
     gpu_type = places.scaling.get("accelerator_type")
     names = plan.gpus_called(gpu_type) if gpu_type else list(GPUS)
-    for bundle in places.bundles:
-        names = gpus_with_label(bundle.selector, names)
+    names = gpus_with_label(places.workers.each.selector, names)
     if not names:
         key = "accelerator_type" if gpu_type else "label_selector"
         if gpu_type and plan.gpus_called(gpu_type):

@@ -23,6 +23,7 @@ from pipeline.system import storage
 BATCH = 256  # maximum rows that are tokenized together
 BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows, because single rows may be large
 SAMPLES = 3  # number of token rows that the report shows
+SAMPLE_CHARACTERS = 1200  # maximum characters of such a row
 Read = Record | RowError | Dropped  # result of parsing a row
 
 
@@ -306,12 +307,12 @@ def pack_rows(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 # ---- a token row as text --------------------------------------------------------------------------------------------
 
 
-def decode_sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
+def decode_sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0) -> str:
     """Decodes a token row. Trained tokens, or both completions of a pair, are shown between ⟦ and ⟧.
 
     `prompt_tokens` is the length of the prompt that both completions of a pair share.
     """
-    decode = tokenizer.decode
+    decode, limit = tokenizer.decode, SAMPLE_CHARACTERS
 
     def begun(ids: list[int]) -> str:
         """Returns the text of a row's first tokens, without an incomplete UTF-8 character at the end."""

@@ -49,8 +49,8 @@ def count_judged(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, i
     args, stage, held_out = work.args, work.identity.stage, rows.get("eval", 0)
     if stage == "ppo":
         updates = args.total_updates(rows["train"])
-        evaluations = 1 + (updates // args.eval_steps if args.eval_steps else 0)
-        eval_completions = held_out * (1 + evaluations)
+        evaluations = sum(args.evaluates(update, updates) for update in range(1, updates + 1))
+        eval_completions = held_out * (2 + evaluations)  # also before and after training
         if name == "judge":
             return eval_completions, 1
         greedy = updates * args.batch_size // args.num_generations * args.estimator.needs_greedy

@@ -64,7 +64,7 @@ def publish_adapter(work: Work, result: Result) -> registry.Version | None:
             return None
         facts = lineage.read(folder, adapter)
         print(f"registering {work.gate.model}", flush=True)
-        run_id, stage = result["mlflow_run_id"], work.identity.stage
+        run_id, stage = str(work.run_id), work.identity.stage
         return registry.publish(
             work.uri, work.gate, stage, run_id, folder, result["metrics"], facts, unchanged
         )
@@ -104,7 +104,6 @@ def _train_and_register(job: Job, earlier: Earlier, recipe: Recipe, sweep: Sweep
             with recipe.companion(work) as companion:
                 outcome = train_in_workers(work, rows, recipe.train, companion)
             outcome |= {"mlflow_run_id": work.run_id, "tracking_uri": work.uri}
-            outcome |= {"inputs": work.versions, "digests": work.digests}
             work.lease.require()
             version = call_persistently(work.uri, work.folder, lambda: recipe.register(work, outcome))
             if ending := how_it_ended(outcome):

@@ -198,7 +198,8 @@ def resumable_job(earlier: Earlier) -> dict[str, Any]:
     if changes:
         raise InputError(
             f"{run.name!r} began with {', '.join(differences)} and cannot resume with different settings. Restore them, choose "
-            "another run.name, or set run.overwrite=true. Keys that do not affect the results may change: run, mlflow, gate, ..., and scaling if data.batch_size is set",
+            "another run.name, or set run.overwrite=true. Keys that do not affect the results may change, such as mlflow, gate, and scaling (in sft, rm, dpo and kto only if data.batch_size is "
+            "set)",
             key="run.name",
         )
     old, new = old_job.get("begun_with", {}).get("versions", {}), lineage.versions()

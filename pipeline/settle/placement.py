@@ -85,11 +85,6 @@ class Places:
     timeout_s: float  # time limit for the placement of workers, or -1 for no limit
 
     @property
-    def bundles(self) -> list[Bundle]:
-        """Returns a bundle for each worker of the minimum number."""
-        return [self.workers.each] * self.workers.fewest
-
-    @property
     def groups(self) -> list[Group]:
         return [self.workers, self.rollout] if self.rollout else [self.workers]
 

@@ -37,7 +37,8 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 
 def bundles(job):
-    return places_of(job, elsewhere=True).bundles
+    workers = places_of(job, elsewhere=True).workers
+    return [workers.each] * workers.fewest
 
 
 def request(bundle):

@@ -24,7 +24,7 @@ PPO = [
     ("stage", "overrides", "name", "rows", "completions"),
     [
         ("ppo", PPO, "reward.0", ROWS, (64 + 20, 4)),
-        ("ppo", [*PPO, "trainer.eval_steps=2"], "judge", ROWS, (10 * 4, 1)),
+        ("ppo", [*PPO, "trainer.eval_steps=2"], "judge", ROWS, (10 * 3, 1)),
         ("ppo", [*PPO, "trainer.advantage_estimator=remax"], "reward.0", ROWS, (64 + 16 + 20, 4)),
         ("evaluate", ["trainer.best_of_n=4"], "judge", {"eval": 10, "pairs": 7}, (60 + 14, 2)),
         ("collect", ["trainer.num_generations=8"], "reward.0", ROWS, (800, 8)),

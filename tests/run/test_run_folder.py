@@ -50,7 +50,7 @@ def halfway(tmp_path_factory):
 @pytest.mark.parametrize(
     ("verb", "overrides", "says"),
     [
-        ("sft", ["trainer.learning_rate=0.5"], r"trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.overwrite=true.*may change: run, mlflow, "),
+        ("sft", ["trainer.learning_rate=0.5"], r"trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.overwrite=true.*may change, such as mlflow, "),
         ("sft", ["trainer.adam_beta2=0.9"], r"trainer\.adam_beta2=not given \(now 0\.9\)"),
         ("ppo", ["reward=python:bad_rewards:nan"], r'reward="python:bad_rewards:length"'),
         ("sft", ["trainer.seed=2", "lora.r=8"], r"lora\.r=16 \(now 8\), trainer\.seed=1 \(now 2\) and cannot"),
