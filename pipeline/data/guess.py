@@ -32,10 +32,10 @@ from pipeline.data.labels import (
     Rule,
     are_clear,
     are_labels,
+    are_mostly_numbers,
     are_mostly_ratings,
     are_verdicts,
     as_list,
-    as_numbers,
     choose_sides,
     derive_rule,
     is_blank,
@@ -59,7 +59,7 @@ NAMES = {
         "completion": "response output answer solution target reply assistant",
         "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output",
         "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output",
-        "label": "kto_tag thumb thumbs feedback rating "
+        "label": "kto_tag thumb thumbs feedback rating helpful vote upvote "
         + " ".join(word for word in map(str, GOOD) if len(word) > 2),
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
@@ -74,7 +74,8 @@ PREFERENCES = "label preference winner choice choose better preferred annotator 
 # Larger numbers are better in columns with one of these words in the name. In columns of ranks or lengths, smaller numbers may be
 # better.
 SCORES = "score rating reward votes likes points winner".split()
-RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
+_SCALES = "grade quality score stars csat nps satisfaction".split()
+RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *_SCALES)}
 
 
 def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
@@ -293,15 +294,9 @@ def _ratings(rows: Rows) -> list[str]:
     )
 
     def rates(name: str, values: Values) -> bool:
-        if name in questions and as_numbers(values):
-            return True
-        words = all(isinstance(normalize_label(value), str) for value in values)
-        return (
-            words
-            and are_labels(values)
-            and are_mostly_ratings(values)
-            and False in map(is_good_label, values)
-        )
+        if are_mostly_numbers(values):
+            return name in questions
+        return are_labels(values) and are_mostly_ratings(values) and False in map(is_good_label, values)
 
     return [name for name, values in columns.items() if rates(name, values)]
 
@@ -310,7 +305,7 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
     """Returns the columns that may label demonstrations as good or bad, in order of likelihood."""
     rows = {name: without_blanks(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not rows[name] or are_mostly_ratings(rows[name])]
-    scales = [name for name in free if as_numbers(rows[name]) and are_labels(free[name])]
+    scales = [name for name in free if are_mostly_numbers(rows[name]) and are_labels(free[name])]
     labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
 
@@ -329,7 +324,7 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
         values = without_blanks(columns[column])
         few = len({str(normalize_label(value)) for value in values}) <= MAX_VALUES
         same_words = _rating_words(column) == words and column.lower().removesuffix("s") not in words
-        return same_words and few and bool(not values or as_numbers(values) or are_mostly_ratings(values))
+        return same_words and few and (not values or are_mostly_numbers(values) or are_mostly_ratings(values))
 
     twins = [*filter(is_twin, columns)]
     return twins if words and name in twins and len(twins) > 1 else name
@@ -406,7 +401,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     votes = [name for name in labels if re.search(r"\d$", name)]
     spoken = [name for name, values in columns.items() if choose_sides(values)]
     labels += [name for name in spoken if name not in labels]
-    scores = [name for name in named(SCORES) if as_numbers(columns[name])]
+    scores = [name for name in named(SCORES) if are_mostly_numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for score, other_score in _siblings(scores, low, high):

@@ -144,7 +144,14 @@ BESIDE = {
     "thumbs_down": ((0, 1), r"label: thumbs_down\}' and data\.label='\{good: 0, bad: 1\}'"),
     "anna_score": (("1.0", "5.0", "NaN"), r"label: anna_score\}' and data\.label='\{good: VALUE"),
     "feedback": (("up", "down", "NaN"), r"label: feedback\}', or remove this column with data\.transform"),
-    "verdict": (("up", "down", "neutral"), r"label: verdict\}' and data\.label"),
+    "stars": ((1, "5", "1,5", 4, 2, "I do not know"), r"label: stars\}' and data\.label='\{good: VALUE"),
+    "nps": ((0, 7, 10), r"label: nps\}' and data\.label='\{good: VALUE"),
+    "csat": ((1, 5, 4), r"label: csat\}' and data\.label='\{good: VALUE"),
+    "satisfaction": ((1, 5, 4), r"label: satisfaction\}' and data\.label='\{good: VALUE"),
+    "helpful": ((True, False), r"label: helpful\}', or remove this column with data\.transform"),
+    "vote": ((1, 0), r"label: vote\}', or remove this column with data\.transform"),
+    "upvote": ((1, 0, 0), r"label: upvote\}', or remove this column with data\.transform"),
+    "verdict": (("up", "down", "neutral", "2"), r"label: verdict\}' and data\.label"),
 }
 
 
