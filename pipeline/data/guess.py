@@ -45,7 +45,7 @@ from pipeline.data.labels import (
     unpacked_label,
     without_blanks,
 )
-from pipeline.data.messages import ROLES
+from pipeline.data.messages import READ, ROLES, unpack_messages
 from pipeline.data.reshape import Preprocess, value_at
 from pipeline.data.values import Dropped, RowError, how_to_set, some_keys
 from pipeline.errors import InputError, escape_controls
@@ -196,6 +196,33 @@ def unread_label_note(rows: Rows, mapping: Mapping[str, Any], used: set[str], se
     return f"`{labels[0]}` may label completions as good or bad; set {setting}, or remove this column with {section}.transform"
 
 
+def message_label_note(rows: Rows, fields: Iterable[str], section: str) -> str:
+    """Returns a message about a key of the assistant's messages that may label them as good or bad, or "".
+
+    Args:
+        fields: the columns and fields that may have messages.
+        section: the section of the job that describes the rows.
+    """
+    messages = [*_assistant_messages(rows[:LOOKED], fields)]
+    columns = _columns(messages)
+    if not (labels := [*_labels(columns, _ratings(messages)), *_bad_marks(columns)]):
+        return ""
+    advice = f"give bad messages `weight: 0`, which excludes them from training, and remove this key, both with {section}.transform"
+    return f"`{labels[0]}` may label messages as good or bad; {advice}"
+
+
+def _assistant_messages(rows: Rows, fields: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yields the assistant's messages in the fields of rows, without role and content. A key becomes, for example,
+    `messages[].feedback`."""
+    for row, name in itertools.product(rows, sorted(fields)):
+        with contextlib.suppress(KeyError, RowError):
+            messages = unpack_messages("messages", value_at(row, name))
+            for message in messages if isinstance(messages, list) else ():
+                role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+                if ROLES.get(str(role).lower()) == "assistant":
+                    yield {f"{name}[].{key}": message[key] for key in some_keys(message) if key not in READ}
+
+
 def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     """Returns a message if it is unclear which completions are good, or "".
 
@@ -206,13 +233,11 @@ def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     texts, questions = _texts(columns), _questions(rows[:LOOKED])
     if LABEL_FIELDS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
-    for name, values in columns.items():
-        bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and are_mostly_ratings(without_blanks(values)):
-            value_of = {is_good_label(value): value for value in reversed(without_blanks(values))}
-            rule = {"good": value_of.get(False, 0), "bad": value_of.get(True, 1)}
-            parts = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(rule))
-            return f"`{name}` may mark bad rows; set {' and '.join(parts)}, or create one label column with data.transform"
+    for name in _bad_marks(columns):
+        value_of = {is_good_label(value): value for value in reversed(without_blanks(columns[name]))}
+        rule = {"good": value_of.get(False, 0), "bad": value_of.get(True, 1)}
+        parts = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(rule))
+        return f"`{name}` may mark bad rows; set {' and '.join(parts)}, or create one label column with data.transform"
     answers = sorted(questions.intersection(texts))
     candidates = [*dict.fromkeys([*answers, *_called("completion", texts)])]
     if len(candidates) > 1 and (answers or not (used or format_of(rows[0], kind_of("sft")))):
@@ -308,6 +333,14 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
     scales = [name for name in free if are_mostly_numbers(rows[name]) and are_labels(free[name])]
     labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
+
+
+def _bad_marks(columns: Mapping[str, Values]) -> Iterator[str]:
+    """Yields the columns whose name means bad, such as thumbs_down, and whose values are ratings."""
+    for name, values in columns.items():
+        bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
+        if bad and are_mostly_ratings(without_blanks(values)):
+            yield name
 
 
 def _rating_words(name: str) -> set[str]:

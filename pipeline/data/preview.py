@@ -189,13 +189,17 @@ def check_ratings(head: Head) -> None:
 
 
 def check_unread_label(head: Head) -> None:
-    """Raises InputError if sft reads no label although an unread column looks like a label."""
+    """Raises InputError if sft reads no label although an unread column, or an unread key of messages, looks like a label."""
     columns = head.kind.preprocess.columns
-    if head.kind.parse is not parse_imitated or "label" in columns:
+    if head.kind.parse is not parse_imitated:
+        return
+    used = {*itertools.chain(*map(as_list, columns.values())), *known_fields(head.kind)}
+    if problem := guess.message_label_note(head.rows, used, head.section):
+        raise InputError(f"{head.path}: {problem}", key=f"{head.section}.transform")
+    if "label" in columns:
         return
     if are_mostly_ratings(guess.labels_in_rows({"label": [*LABEL_FIELDS]}, head.rows)):
         return
-    used = {*itertools.chain(*map(as_list, columns.values())), *known_fields(head.kind)}
     if problem := guess.unread_label_note(head.rows, columns, used, head.section):
         raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
 
