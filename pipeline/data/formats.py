@@ -226,13 +226,18 @@ def prompt_in(row: Row, key: str) -> Text:
 def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
     """Returns the indices of assistant turns with `weight: 0` or `train: false`, which are excluded from training.
 
-    Raises RowError if all assistant turns are excluded.
+    Raises RowError if all assistant turns are excluded, or if a weight is neither 0 nor 1.
     """
     offset = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
-    zero_weight = (
-        i for i, item in enumerate(items) if any(is_good_label(item.get(name)) is False for name in WEIGHTS)
-    )
-    excluded = {index + offset for index in zero_weight}
+    excluded = set[int]()
+    for index, item in enumerate(items):
+        for name in WEIGHTS:
+            if is_unrated(weight := item.get(name)):
+                continue
+            if (trained := is_good_label(weight)) is None:
+                raise RowError("weight", f"{key}[{index}].{name}", show_json(weight), "0 or 1")
+            if not trained:
+                excluded.add(index + offset)
     assistant_turns = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant_turns <= excluded:
         raise RowError("weight", key, "no assistant turn to train", "an assistant turn without `weight: 0`")
