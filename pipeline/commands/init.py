@@ -554,8 +554,9 @@ def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
     if "evaluate" in new_jobs and not any(source.for_eval for source in sources_for(sources, "ppo")):
         ppo, path = load_profile_job(folder, "ppo"), folder / "eval_prompts.jsonl"
-        by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
-        rows = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
+        by_content = {record.prompt_content(): record for _, record in first_records("ppo", ppo.data)}
+        records = [record for record in by_content.values() if held_out(record.split_key(), ppo.data)]
+        rows = [json.loads(record.row) for record in records]
         for row in rows:
             row.pop("system", None)  # the prompt already contains the system prompt
         jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, rows)
