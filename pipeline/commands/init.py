@@ -214,7 +214,8 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
 def splits_of(path: str) -> Iterator[tuple[str, bool]]:
     """Yields (path, whether it is for evaluation) for each split of a dataset or file of a folder.
 
-    Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
+    Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob. The only file or glob of a folder
+    is for training, whatever its name.
     """
     if files_of(path, "data.train"):
         yield path, False
@@ -234,10 +235,12 @@ def splits_of(path: str) -> Iterator[tuple[str, bool]]:
     groups: dict[str, list[str]] = {}
     for file in files:
         groups.setdefault(root + re.sub(r"\d+", "*", file.removeprefix(root)), []).append(file)
+    names = list[str]()
     for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
-        for name in [pattern] if as_glob else group:
-            yield name, is_held_out(os.path.relpath(name, path))
+        names += [pattern] if as_glob else group
+    for name in names:
+        yield name, len(names) > 1 and is_held_out(os.path.relpath(name, path))
     for name, reason in skipped.items():
         print(f"  {name}: not read ({reason})")
 
