@@ -214,7 +214,8 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
 def splits_of(path: str) -> Iterator[tuple[str, bool]]:
     """Yields (path, whether it is for evaluation) for each split of a dataset or file of a folder.
 
-    Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
+    Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob. The only file or glob of a folder
+    is for training, whatever its name.
     """
     if files_of(path, "data.train"):
         yield path, False
@@ -234,10 +235,12 @@ def splits_of(path: str) -> Iterator[tuple[str, bool]]:
     groups: dict[str, list[str]] = {}
     for file in files:
         groups.setdefault(root + re.sub(r"\d+", "*", file.removeprefix(root)), []).append(file)
+    names = list[str]()
     for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
-        for name in [pattern] if as_glob else group:
-            yield name, is_held_out(os.path.relpath(name, path))
+        names += [pattern] if as_glob else group
+    for name in names:
+        yield name, len(names) > 1 and is_held_out(os.path.relpath(name, path))
     for name, reason in skipped.items():
         print(f"  {name}: not read ({reason})")
 
@@ -554,8 +557,9 @@ def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", prompts)
     if "evaluate" in new_jobs and not any(source.for_eval for source in sources_for(sources, "ppo")):
         ppo, path = load_profile_job(folder, "ppo"), folder / "eval_prompts.jsonl"
-        by_content = {record.prompt_content(): record.row for _, record in first_records("ppo", ppo.data)}
-        rows = [json.loads(row) for content, row in by_content.items() if held_out(content, ppo.data)]
+        by_content = {record.prompt_content(): record for _, record in first_records("ppo", ppo.data)}
+        records = [record for record in by_content.values() if held_out(record.split_key(), ppo.data)]
+        rows = [json.loads(record.row) for record in records]
         for row in rows:
             row.pop("system", None)  # the prompt already contains the system prompt
         jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, rows)

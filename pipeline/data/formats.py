@@ -83,11 +83,17 @@ class Record:
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns a key for choosing eval rows, which is the same for a text and for a message with the same content."""
+        """Returns the content of the prompt, which is the same for a text and for a message with the same content."""
+        return content_of(as_turns(self.prompt))
+
+    def split_key(self) -> str:
+        """Returns a key for choosing eval rows: the content of the prompt up to the first user message.
+
+        Rows with the beginning and with the continuation of one conversation have the same key.
+        """
         turns = as_turns(self.prompt)
-        if len(turns) == 1:
-            return turn_text(turns[0]).strip()
-        return json.dumps([[turn["role"], turn_text(turn)] for turn in turns], ensure_ascii=False)
+        first = next((index for index, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
+        return content_of(turns[: first + 1])
 
     def digests(self) -> bytes:
         """Returns two 8-byte hashes: one of the prompt, and one of the prompt with its completions.
@@ -98,6 +104,13 @@ class Record:
             [[comparable_text(side) for side in pair] for pair in self.pairs], ensure_ascii=False
         )
         return hash_text(prompt).to_bytes(8) + hash_text(f"{prompt}\0{completions}").to_bytes(8)
+
+
+def content_of(turns: Turns) -> str:
+    """Returns the content of a single message as text, or the roles and contents of several messages as JSON."""
+    if len(turns) == 1:
+        return turn_text(turns[0]).strip()
+    return json.dumps([[turn["role"], turn_text(turn)] for turn in turns], ensure_ascii=False)
 
 
 def hash_text(text: str) -> int:
@@ -226,13 +239,18 @@ def prompt_in(row: Row, key: str) -> Text:
 def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
     """Returns the indices of assistant turns with `weight: 0` or `train: false`, which are excluded from training.
 
-    Raises RowError if all assistant turns are excluded.
+    Raises RowError if all assistant turns are excluded, or if a weight is neither 0 nor 1.
     """
     offset = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
-    zero_weight = (
-        i for i, item in enumerate(items) if any(is_good_label(item.get(name)) is False for name in WEIGHTS)
-    )
-    excluded = {index + offset for index in zero_weight}
+    excluded = set[int]()
+    for index, item in enumerate(items):
+        for name in WEIGHTS:
+            if is_unrated(weight := item.get(name)):
+                continue
+            if (trained := is_good_label(weight)) is None:
+                raise RowError("weight", f"{key}[{index}].{name}", show_json(weight), "0 or 1")
+            if not trained:
+                excluded.add(index + offset)
     assistant_turns = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant_turns <= excluded:
         raise RowError("weight", key, "no assistant turn to train", "an assistant turn without `weight: 0`")

@@ -32,10 +32,10 @@ from pipeline.data.labels import (
     Rule,
     are_clear,
     are_labels,
+    are_mostly_numbers,
     are_mostly_ratings,
     are_verdicts,
     as_list,
-    as_numbers,
     choose_sides,
     derive_rule,
     is_blank,
@@ -45,7 +45,7 @@ from pipeline.data.labels import (
     unpacked_label,
     without_blanks,
 )
-from pipeline.data.messages import ROLES
+from pipeline.data.messages import READ, ROLES, unpack_messages
 from pipeline.data.reshape import Preprocess, value_at
 from pipeline.data.values import Dropped, RowError, how_to_set, some_keys
 from pipeline.errors import InputError, escape_controls
@@ -59,7 +59,7 @@ NAMES = {
         "completion": "response output answer solution target reply assistant",
         "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output",
         "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output",
-        "label": "kto_tag thumb thumbs feedback rating "
+        "label": "kto_tag thumb thumbs feedback rating helpful vote upvote "
         + " ".join(word for word in map(str, GOOD) if len(word) > 2),
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
@@ -74,7 +74,8 @@ PREFERENCES = "label preference winner choice choose better preferred annotator 
 # Larger numbers are better in columns with one of these words in the name. In columns of ranks or lengths, smaller numbers may be
 # better.
 SCORES = "score rating reward votes likes points winner".split()
-RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
+_SCALES = "grade quality score stars csat nps satisfaction".split()
+RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *_SCALES)}
 
 
 def explain_misfit(rows: Rows, kind: Kind, file: str, key: str = "data") -> str:
@@ -195,6 +196,33 @@ def unread_label_note(rows: Rows, mapping: Mapping[str, Any], used: set[str], se
     return f"`{labels[0]}` may label completions as good or bad; set {setting}, or remove this column with {section}.transform"
 
 
+def message_label_note(rows: Rows, fields: Iterable[str], section: str) -> str:
+    """Returns a message about a key of the assistant's messages that may label them as good or bad, or "".
+
+    Args:
+        fields: the columns and fields that may have messages.
+        section: the section of the job that describes the rows.
+    """
+    messages = [*_assistant_messages(rows[:LOOKED], fields)]
+    columns = _columns(messages)
+    if not (labels := [*_labels(columns, _ratings(messages)), *_bad_marks(columns)]):
+        return ""
+    advice = f"give bad messages `weight: 0`, which excludes them from training, and remove this key, both with {section}.transform"
+    return f"`{labels[0]}` may label messages as good or bad; {advice}"
+
+
+def _assistant_messages(rows: Rows, fields: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yields the assistant's messages in the fields of rows, without role and content. A key becomes, for example,
+    `messages[].feedback`."""
+    for row, name in itertools.product(rows, sorted(fields)):
+        with contextlib.suppress(KeyError, RowError):
+            messages = unpack_messages("messages", value_at(row, name))
+            for message in messages if isinstance(messages, list) else ():
+                role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+                if ROLES.get(str(role).lower()) == "assistant":
+                    yield {f"{name}[].{key}": message[key] for key in some_keys(message) if key not in READ}
+
+
 def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     """Returns a message if it is unclear which completions are good, or "".
 
@@ -205,13 +233,11 @@ def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     texts, questions = _texts(columns), _questions(rows[:LOOKED])
     if LABEL_FIELDS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
-    for name, values in columns.items():
-        bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and are_mostly_ratings(without_blanks(values)):
-            value_of = {is_good_label(value): value for value in reversed(without_blanks(values))}
-            rule = {"good": value_of.get(False, 0), "bad": value_of.get(True, 1)}
-            parts = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(rule))
-            return f"`{name}` may mark bad rows; set {' and '.join(parts)}, or create one label column with data.transform"
+    for name in _bad_marks(columns):
+        value_of = {is_good_label(value): value for value in reversed(without_blanks(columns[name]))}
+        rule = {"good": value_of.get(False, 0), "bad": value_of.get(True, 1)}
+        parts = how_to_set("data.columns", _flow({"label": name})), how_to_set("data.label", _flow(rule))
+        return f"`{name}` may mark bad rows; set {' and '.join(parts)}, or create one label column with data.transform"
     answers = sorted(questions.intersection(texts))
     candidates = [*dict.fromkeys([*answers, *_called("completion", texts)])]
     if len(candidates) > 1 and (answers or not (used or format_of(rows[0], kind_of("sft")))):
@@ -293,15 +319,9 @@ def _ratings(rows: Rows) -> list[str]:
     )
 
     def rates(name: str, values: Values) -> bool:
-        if name in questions and as_numbers(values):
-            return True
-        words = all(isinstance(normalize_label(value), str) for value in values)
-        return (
-            words
-            and are_labels(values)
-            and are_mostly_ratings(values)
-            and False in map(is_good_label, values)
-        )
+        if are_mostly_numbers(values):
+            return name in questions
+        return are_labels(values) and are_mostly_ratings(values) and False in map(is_good_label, values)
 
     return [name for name, values in columns.items() if rates(name, values)]
 
@@ -310,9 +330,17 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
     """Returns the columns that may label demonstrations as good or bad, in order of likelihood."""
     rows = {name: without_blanks(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not rows[name] or are_mostly_ratings(rows[name])]
-    scales = [name for name in free if as_numbers(rows[name]) and are_labels(free[name])]
+    scales = [name for name in free if are_mostly_numbers(rows[name]) and are_labels(free[name])]
     labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
+
+
+def _bad_marks(columns: Mapping[str, Values]) -> Iterator[str]:
+    """Yields the columns whose name means bad, such as thumbs_down, and whose values are ratings."""
+    for name, values in columns.items():
+        bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
+        if bad and are_mostly_ratings(without_blanks(values)):
+            yield name
 
 
 def _rating_words(name: str) -> set[str]:
@@ -329,7 +357,7 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
         values = without_blanks(columns[column])
         few = len({str(normalize_label(value)) for value in values}) <= MAX_VALUES
         same_words = _rating_words(column) == words and column.lower().removesuffix("s") not in words
-        return same_words and few and bool(not values or as_numbers(values) or are_mostly_ratings(values))
+        return same_words and few and (not values or are_mostly_numbers(values) or are_mostly_ratings(values))
 
     twins = [*filter(is_twin, columns)]
     return twins if words and name in twins and len(twins) > 1 else name
@@ -406,7 +434,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     votes = [name for name in labels if re.search(r"\d$", name)]
     spoken = [name for name, values in columns.items() if choose_sides(values)]
     labels += [name for name in spoken if name not in labels]
-    scores = [name for name in named(SCORES) if as_numbers(columns[name])]
+    scores = [name for name in named(SCORES) if are_mostly_numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for score, other_score in _siblings(scores, low, high):

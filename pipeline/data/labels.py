@@ -117,10 +117,9 @@ def without_blanks(values: Iterable[Any]) -> list[Any]:
     return [item for value in values for item in as_list(value) if not is_unrated(item)]
 
 
-def as_numbers(values: Iterable[Any]) -> list[float]:
-    """Returns the values as numbers, or [] if one of them is not a number."""
-    numbers = [*map(normalize_label, values)]
-    return numbers if all(isinstance(number, float) for number in numbers) else []
+def are_mostly_numbers(values: Sequence[Any]) -> bool:
+    """Returns True if most values are numbers. A few texts may be typing errors."""
+    return 2 * sum(isinstance(normalize_label(value), float) for value in values) > len(values)
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
@@ -135,12 +134,12 @@ def are_mostly_ratings(labels: Sequence[Any]) -> bool:
 
 
 def are_labels(values: Iterable[Any]) -> bool:
-    """Returns True if a column has few distinct values of at most two words. A list has one label per annotator."""
-    values = [*values]
-    items = [item for value in values for item in as_list(value)]
-    distinct = {str(normalize_label(value)) for value in items if not isinstance(value, list | dict)}
+    """Returns True if most values of a column have at most two words, and few of these values are distinct. A list has one label
+    per annotator."""
+    items = [item for value in values for item in as_list(value) if not isinstance(item, list | dict)]
+    short = [text for item in items if len((text := str(normalize_label(item))).split()) < 3]
     minimum = 2 if len(items) > 1 else 1  # several labels must not all be the same
-    return minimum <= len(distinct) <= MAX_VALUES and all(len(value.split()) < 3 for value in distinct)
+    return minimum <= len({*short}) <= MAX_VALUES and 2 * len(short) > len(items)
 
 
 def are_verdicts(values: Iterable[Any]) -> bool:

@@ -241,6 +241,10 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
             found = f"a completion by `{turns[0]['role']}`"
             raise RowError("wrong_role", key, found, "a completion by `assistant`")
         check_last(turns, key)
+        others = [turn["role"] for turn in turns if turn["role"] != "assistant"]
+        if isinstance(prompt, str) and others:  # text has no roles, so these turns would be trained, too
+            found = f"a turn by `{others[0]}` with a text prompt"
+            raise RowError("wrong_role", key, found, "a prompt of messages: [{role: user, content: TEXT}]")
         extras = [name for turn in turns for name in turn if name not in ("role", "content", *ABOUT_TOOLS)]
         if isinstance(prompt, str) and extras:
             raise RowError("wrong_type", key, f"`{extras[0]}` with a text prompt", "a prompt of messages")

@@ -17,6 +17,7 @@ from pipeline.data.labels import (
     are_mostly_ratings,
     as_list,
     derive_rule,
+    is_blank,
     is_good_label,
 )
 from pipeline.data.reshape import UNORDERED, Columns, Preprocess, formats_with, rename_columns, value_at
@@ -189,13 +190,17 @@ def check_ratings(head: Head) -> None:
 
 
 def check_unread_label(head: Head) -> None:
-    """Raises InputError if sft reads no label although an unread column looks like a label."""
+    """Raises InputError if sft reads no label although an unread column, or an unread key of messages, looks like a label."""
     columns = head.kind.preprocess.columns
-    if head.kind.parse is not parse_imitated or "label" in columns:
+    if head.kind.parse is not parse_imitated:
+        return
+    used = {*itertools.chain(*map(as_list, columns.values())), *known_fields(head.kind)}
+    if problem := guess.message_label_note(head.rows, used, head.section):
+        raise InputError(f"{head.path}: {problem}", key=f"{head.section}.transform")
+    if "label" in columns:
         return
     if are_mostly_ratings(guess.labels_in_rows({"label": [*LABEL_FIELDS]}, head.rows)):
         return
-    used = {*itertools.chain(*map(as_list, columns.values())), *known_fields(head.kind)}
     if problem := guess.unread_label_note(head.rows, columns, used, head.section):
         raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
 
@@ -203,14 +208,34 @@ def check_unread_label(head: Head) -> None:
 def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:
     """Returns the first rows of a file after data.transform, and the errors of rows that cannot be decoded."""
     (chunk, *_) = chunks.plan_chunks(file, "train", kind)
-    rows, errors = list[dict[str, Any]](), list[RowError]()
+    rows, errors, group_values = list[dict[str, Any]](), list[RowError](), set[str]()
     for number, decoded, _ in itertools.islice(chunks.chunk_rows(chunk), ROWS):
+        if chunk.group_by:
+            check_group(decoded, number, chunk, group_values)
         if isinstance(decoded, RowError):
             errors.append(replace(decoded, line=number))
         else:
             rows += [row for row in kind.preprocess.transformed(decoded) if isinstance(row, dict)]
     chunks.locate_errors(errors, chunk)
     return rows, errors
+
+
+def check_group(group: Any, number: int, chunk: chunks.FileChunk, values: set[str]) -> None:
+    """Raises InputError if the rows of a group are not consecutive, because an earlier group has the same value of data.group_by.
+
+    Args:
+        number: number of the group's first row in the chunk.
+        values: the values of the earlier groups. The function adds the value of this group.
+    """
+    column = str(chunk.group_by)
+    first = group[0] if isinstance(group, list) and group else None
+    value = first.get(column) if isinstance(first, dict) else None
+    if not is_blank(value) and repr(value) in values:
+        found = f"{show_json(value)} again, after other values"
+        error = RowError("group", column, found, "consecutive rows with the same value", line=number)
+        chunks.locate_errors([error], chunk)
+        raise InputError(f"{error}; sort the file by this column", key="data.group_by")
+    values.add(repr(value))
 
 
 def fits_kind(row: dict[str, Any], kind: Kind) -> bool:

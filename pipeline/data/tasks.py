@@ -215,14 +215,14 @@ class ReadTask:
     def split_of(self, number: int, record: Record) -> str:
         """Returns the split of a row. If data.transform returns several rows, all have the split of the first row."""
         if number != self.placed[0]:
-            is_eval = held_out(record.prompt_content(), self.options)
+            is_eval = held_out(record.split_key(), self.options)
             self.placed = number, "eval" if is_eval else self.chunk.split
         return self.placed[1]
 
 
-def held_out(prompt: str, options: Any) -> bool:
-    """Returns True if a row belongs to the eval split, because a hash of seed and prompt is below data.eval_fraction."""
-    return hash_text(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
+def held_out(key: str, options: Any) -> bool:
+    """Returns True if rows with this split key are eval rows, because a hash of seed and key is below data.eval_fraction."""
+    return hash_text(f"{options.seed}:{key}") < options.eval_fraction * 2**64
 
 
 # ---- Arrow files of token rows ---------------------------------------------------------------------------------------

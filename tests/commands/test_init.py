@@ -238,6 +238,9 @@ def test_eval_files_are_not_trained_on(here, capsys):
     assert data.eval_fraction == 0
     shown = capsys.readouterr().out
     assert "export_2025/ratings.xlsx: not read (not a data file)" in shown and "dataset_info" not in shown
+    rows(here / "alone/test_pairs.jsonl", PAIRS)  # the only file of a folder
+    data = init("alone")("alone", "rm").data
+    assert (data.train, data.eval, data.eval_fraction) == ("alone/test_pairs.jsonl", None, 0.1)
     one = datasets.Dataset.from_list(PAIRS)
     datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
     data = init("saved")("saved", "rm").data

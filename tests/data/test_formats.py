@@ -47,6 +47,7 @@ OTHERS = [  # stage, row, prompt, completions
     ("sft", {"prompt": "a b", "completion": " c"}, "a b", [(" c",)]),
     ("sft", {"prompt": "a b", "answer": " c"}, "a b", [(" c",)]),
     ("sft", {"prompt": "[1, 2]", "completion": '["x"]'}, "[1, 2]", [('["x"]',)]),
+    ("sft", {"prompt": "hi", "completion": [BOT, NO]}, "hi", [(f"{BOT['content']}\n\n{NO['content']}",)]),
     ("sft", {"instruction": "a", "input": "b", "output": "yo"}, [{"role": "user", "content": "a\n\nb"}], [([BOT],)]),
     ("sft", {"instruction": "and?", "history": [["hi", "yo"]], "output": "bye", "system": "s"}, [SYSTEM, USER, BOT, {"role": "user", "content": "and?"}], [([{"role": "assistant", "content": "bye"}],)]),
     ("ppo", {"instruction": "hi", "history": "[]"}, [USER], []),
@@ -238,9 +239,13 @@ ERRORS = [
     ("rm", {"prompt": "a", "pos_answers": 1, "neg_answers": ["c"]}, "wrong_type", "pos_answers"),
     ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
     ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0.5}]}, "weight", "messages[1].weight"),
+    ("sft", {"prompt": [USER], "completion": [{**BOT, "loss": "half"}]}, "weight", "completion[0].loss"),
     ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
     ("sft", {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
     ("sft", {"prompt": "a", "completion": [{**BOT, "thinking": "b"}]}, "wrong_type", "completion"),
+    ("sft", {"prompt": "a", "completion": [BOT, USER, BOT]}, "wrong_role", "completion"),
+    ("dpo", {"prompt": "a", "chosen": [BOT], "rejected": [NO, {"role": "tool", "content": "b"}, BOT]}, "wrong_role", "rejected"),
     ("sft", {"messages": [USER, {"role": "assistant", "content": "", "thinking": "b"}]}, "empty_completion", "messages"),
     ("sft", {"prompt": [USER], "completion": "a", "chat_template_kwargs": [1]}, "wrong_type", "chat_template_kwargs"),
     ("sft", {"messages": [SYSTEM, USER, BOT], "system": "t"}, "prompts_differ", "system"),
@@ -275,7 +280,8 @@ def test_keys_of_messages_that_nothing_reads_are_counted_and_change_nothing():
     ):
         record = parsed(row, stage)
         assert (record.prompt, record.pairs, record.unread) == ([USER], [([BOT], [NO])], unread)
-    record = parsed({"messages": json.dumps(turns(1, USER, {**BOT, "weight": 1}))}, "sft")
+    weights = {"weight": 1, "train": "", "loss": None}
+    record = parsed({"messages": json.dumps(turns(1, USER, {**BOT, **weights}))}, "sft")
     assert (record.prompt, record.pairs, record.unread) == ([USER], [([BOT],)], ("messages[].id",))
     row = {"prompt": [USER], "pos_answers": [turns(1, BOT)], "neg_answers": [turns(1, NO)]}
     assert parsed(row, "rm").unread == ("pos_answers[].id", "neg_answers[].id")

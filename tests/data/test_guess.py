@@ -52,6 +52,7 @@ SETS = {
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
+    "ratings with typing errors": rows(prompt="Say {} now.", response="As you wish.", stars=(1, 2, "1,5", "three", 4, 5, "no idea at all")),
     "annotators": rows(prompt="Say {} now.", completion="As you wish.", id=(7, 8), rating_anna=("1.0", "5.0", "NaN"), rating_ben=(2, 4), rating_carl=("", 3, 3), rating_by=("x", "y")),
     "a rating and its parts": rows(prompt="Say {} now.", completion="As you wish.", rating_tone=(1, 2), score=(3, 4), rating=(1, 3)),
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
@@ -95,6 +96,7 @@ FITS = {
     "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
     "ppo with data.columns='{prompt: customer question}'",
     "ratings": "sft and kto with data.columns='{completion: response, label: rating}'" + GOOD + "; ppo as they are",
+    "ratings with typing errors": "sft and kto with data.columns='{completion: response, label: stars}'" + GOOD + "; ppo as they are",
     "annotators": "sft and kto with data.columns='{label: [rating_anna, rating_ben, rating_carl]}'" + GOOD + "; ppo as they are",
     "a rating and its parts": "sft and kto with data.columns='{label: rating}'" + GOOD + "; ppo as they are",
     "twins": "ppo as they are",
@@ -130,7 +132,7 @@ def asked(**answers):
     ]
 
 
-@pytest.mark.parametrize("ratings", [[1, 2, 1], [2]])
+@pytest.mark.parametrize("ratings", [[1, 2, 1], [2], [1, 2, "1,5"]])
 def test_ratings_of_annotators_are_a_label_for_any_name_of_the_question(ratings):
     made = asked(quality=ratings)
     for stage in ("sft", "kto"):

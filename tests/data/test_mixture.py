@@ -129,18 +129,35 @@ def test_sources_with_other_columns_make_one_dataset(tmp_path):
 def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
     """Chunks of a file never split a group of rows."""
     rows = [{"q": f"q{i // 3}", "a": f"a{i}", "rank": 2 - i % 3} for i in range(60)]
-    path = str(tmp_path / f"rows.{format}")
-    if format == "jsonl":
-        write(tmp_path / "rows.jsonl", rows)
-    elif format == "csv":
-        pa.csv.write_csv(pa.Table.from_pylist(rows), path)
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+
+    def save(name, saved):
+        path = str(tmp_path / f"{name}.{format}")
+        if format == "jsonl":
+            write(tmp_path / f"{name}.jsonl", saved)
+        elif format == "csv":
+            pa.csv.write_csv(pa.Table.from_pylist(saved), path)
+        else:
+            pq.write_table(pa.Table.from_pylist(saved), path, row_group_size=7)
+        return path
+
     use_small_chunks(monkeypatch, 100)
-    made = make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="q")
+    path, grouped = save("rows", rows), {"transform": "python:transforms:best_against_worst"}
+    made = make(tmp_path, "dpo", train=path, group_by="q", **grouped)
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
     assert len(table) == 20 and decoded[1] == ["<s>q1", "a5</s>", "a3</s>"]
     missing = r"`tree`: found fields q, a, rank; expected the column in data.group_by"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
-        make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
+        make(tmp_path, "dpo", train=path, group_by="tree", **grouped)
+    shuffled = save("shuffled", [*rows[:7], rows[0], *rows[7:]])
+    line = 9 if format == "csv" else 8
+    again = (
+        rf"data\.group_by: .*shuffled\.\w+:{line}: `q`: found \"q0\" again, .*; sort the file by this column"
+    )
+    with pytest.raises(InputError, match=again):
+        make(tmp_path, "dpo", train=shuffled, group_by="q", **grouped)
+    # rows without a value do not belong together
+    blank = save("blank", [{**row, "q": row["q"].removeprefix("q5").removeprefix("q7")} for row in rows])
+    assert (
+        len(rows_of(make(tmp_path, "dpo", train=blank, group_by="q", on_error="skip", **grouped).train)) == 18
+    )

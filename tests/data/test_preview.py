@@ -1,5 +1,7 @@
 """Tests the checks of each file's first rows: label rules, columns, and labels that sft would ignore."""
 
+import json
+
 import pytest
 from toy_data import make, write
 
@@ -144,7 +146,14 @@ BESIDE = {
     "thumbs_down": ((0, 1), r"label: thumbs_down\}' and data\.label='\{good: 0, bad: 1\}'"),
     "anna_score": (("1.0", "5.0", "NaN"), r"label: anna_score\}' and data\.label='\{good: VALUE"),
     "feedback": (("up", "down", "NaN"), r"label: feedback\}', or remove this column with data\.transform"),
-    "verdict": (("up", "down", "neutral"), r"label: verdict\}' and data\.label"),
+    "stars": ((1, "5", "1,5", 4, 2, "I do not know"), r"label: stars\}' and data\.label='\{good: VALUE"),
+    "nps": ((0, 7, 10), r"label: nps\}' and data\.label='\{good: VALUE"),
+    "csat": ((1, 5, 4), r"label: csat\}' and data\.label='\{good: VALUE"),
+    "satisfaction": ((1, 5, 4), r"label: satisfaction\}' and data\.label='\{good: VALUE"),
+    "helpful": ((True, False), r"label: helpful\}', or remove this column with data\.transform"),
+    "vote": ((1, 0), r"label: vote\}', or remove this column with data\.transform"),
+    "upvote": ((1, 0, 0), r"label: upvote\}', or remove this column with data\.transform"),
+    "verdict": (("up", "down", "neutral", "2"), r"label: verdict\}' and data\.label"),
 }
 
 
@@ -162,6 +171,44 @@ def test_a_label_next_to_the_columns_that_sft_reads_needs_a_setting(tmp_path, na
         # In columns with other names, 3 and 4 look like ratings.
         if topics != (3, 4) or name in ("reaction", "verdict"):
             look(tmp_path, rows, "sft", columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"),
+    [
+        ("feedback", ("down", "up")),
+        ("stars", ("1", 5, "five", 4)),
+        ("thumbs_down", (True, False)),
+        ("harmful", (0, 1)),
+        ("verdict", (None, "wrong", "ok")),
+    ],
+)
+def test_a_label_of_each_message_needs_a_transform(tmp_path, name, marks):
+    """Without the error, sft would imitate messages that are marked as bad."""
+
+    def talks(values, **keys):
+        for i in range(9):
+            turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": f"So {i}."}]
+            labels = [{name: "up"}, {name: values[i % len(values)]}]
+            yield {
+                "messages": [
+                    *turns,
+                    *({**turn, **label, **keys} for turn, label in zip(turns, labels, strict=True)),
+                ]
+            }
+
+    rows = [*talks(marks)]
+    says = (
+        rf"data\.transform: .*`messages\[\]\.{name}` may label messages .* `weight: 0`.* with data\.transform"
+    )
+    for label in ({}, {"label": True}):
+        with pytest.raises(InputError, match=says):
+            look(tmp_path, [{**row, **label} for row in rows], "sft")
+    mapped = [{"log": {"talk": json.dumps(row["messages"])}} for row in rows]
+    with pytest.raises(InputError, match=rf"`log\.talk\[\]\.{name}` may label"):
+        look(tmp_path, mapped, "sft", columns={"messages": "log.talk"})
+    look(tmp_path, [{**row, "label": True} for row in rows], "kto")
+    look(tmp_path, [*talks(("rain", "sun"), weight=0, id=1)], "sft")
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import re
 import tracemalloc
+from collections import Counter
 from functools import partial
 
 import pyarrow as pa
@@ -12,7 +14,7 @@ import pytest
 from toy_data import CHATML, ROWS, make, rows_of, tokenizer, use_small_chunks, write
 
 from pipeline.data import chunks, files
-from pipeline.data.formats import kind_of
+from pipeline.data.formats import hash_text, kind_of
 from pipeline.errors import InputError
 
 
@@ -99,6 +101,30 @@ def test_a_hold_out_keeps_prompts_together(tmp_path):
     assert len(made.train) + len(made.eval) == 160
     other = make(tmp_path, "dpo", train=path, eval_fraction=0.3, seed=1)
     assert {tuple(row["prompt_ids"]) for row in rows_of(other.eval)} != sides[1]
+
+
+def test_a_hold_out_keeps_conversations_together(tmp_path):
+    """A log may have a row after each turn. If these rows were in both splits, eval rows would also be trained on."""
+
+    def turns(number, count):
+        for turn in range(count):
+            yield {"role": "user", "content": f"q{number}" if turn == 0 else "And then?"}
+            yield {"role": "assistant", "content": f"a{number}, {turn}"}
+
+    system = {"role": "system", "content": "Be brief."}
+    for name, head in (("plain", []), ("system", [system])):
+        rows = [{"messages": [*head, *turns(i, count)]} for i in range(40) for count in (1, 2, 3)]
+        path = write(tmp_path / f"{name}.jsonl", rows)
+        made = make(tmp_path, train=path, eval_fraction=0.3, template=CHATML)
+        texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.eval)]
+        # the same conversations as if each row had only its first turn
+        keys = {
+            f"q{i}": json.dumps([["system", "Be brief."], ["user", f"q{i}"]]) if head else f"q{i}"
+            for i in range(40)
+        }
+        held_out = {question for question, key in keys.items() if hash_text(f"0:{key}") < 0.3 * 2**64}
+        assert Counter(re.search(r"q\d+", text)[0] for text in texts) == dict.fromkeys(held_out, 3)
+        assert len(made.train) == 120 - 3 * len(held_out)
 
 
 def test_packing_does_not_split_rows(tmp_path):
