@@ -74,7 +74,7 @@ PREFERENCES = "label preference winner choice choose better preferred annotator 
 # Larger numbers are better in columns with one of these words in the name. In columns of ranks or lengths, smaller numbers may be
 # better.
 SCORES = "score rating reward votes likes points winner".split()
-_SCALES = "grade quality score stars csat nps satisfaction".split()
+_SCALES = "grade quality score stars csat nps satisfaction helpfulness".split()
 RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *_SCALES)}
 
 

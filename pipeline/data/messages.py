@@ -128,6 +128,11 @@ def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
     return parsed if isinstance(parsed, list) else value
 
 
+def is_printed_list(text: Any) -> bool:
+    """Returns True for a list of texts as Python or numpy prints it, such as `['a', 'b']` and `['a' 'b']`."""
+    return isinstance(text, str) and bool(re.fullmatch(_LIST, text.strip(), re.DOTALL))
+
+
 def unpack_messages(field: str, value: Any) -> Any:
     """Parses messages in a JSON text, as in CSV files, and converts other forms of dialogues. Returns other values unchanged."""
     if field in ("messages", "conversations"):

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from pipeline.data.labels import (
     is_blank,
     is_good_label,
 )
+from pipeline.data.messages import is_printed_list
 from pipeline.data.reshape import UNORDERED, Columns, Preprocess, formats_with, rename_columns, value_at
 from pipeline.data.values import RowError, how_to_set, show_json, some_keys
 from pipeline.errors import InputError, escape_controls
@@ -28,6 +30,7 @@ from pipeline.system import functions
 
 FILES = 16  # maximum number of files to preview per source
 ROWS = 1000  # maximum number of rows to read from the start of each file
+TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields whose value is one text
 
 
 def source_kinds(stage: str, data: Any) -> dict[str, tuple[Kind, ...]]:
@@ -165,6 +168,7 @@ def resolve_labels(
             problem = guess.explain_misfit(head.rows, kind_of(kind.stage), head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")
         check_unread_label(head)
+        check_printed_lists(head)
     return resolved
 
 
@@ -203,6 +207,19 @@ def check_unread_label(head: Head) -> None:
         return
     if problem := guess.unread_label_note(head.rows, columns, used, head.section):
         raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
+
+
+def check_printed_lists(head: Head) -> None:
+    """Raises InputError if all cells of a CSV column are lists in Python's notation. A single cell with a list may be ordinary
+    text."""
+    for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
+        column = head.kind.preprocess.columns.get(field, field)
+        cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
+        if len(cells) > 1 and all(map(is_printed_list, cells)):
+            problem = (
+                f"{head.path}: each {column!r} is a list in Python's notation, such as {show_json(cells[0])}"
+            )
+            raise InputError(f"{problem}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
 
 
 def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:

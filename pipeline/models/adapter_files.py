@@ -195,8 +195,8 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         # peft also saves weights of the base if the adapter adapts the embeddings.
         if not is_lora and not is_head(key):
             raise InputError(
-                f"{path}: {key} is a weight of the base, which all roles share; save the adapter with save_embedding_layers=False, "
-                "or merge it into its base and set model.name_or_path to the result"
+                f"{path}: {key} is a weight of the base, which all roles share; if it equals the base's, save the adapter with "
+                "save_embedding_layers=False, or else merge it into its base and set model.name_or_path to the result"
             )
         base_shape = base.shape_of(module)
         if base_shape is not None and not {*(shape[-1:] if part in MATRIX_A else shape[:1])} <= {*base_shape}:

@@ -498,6 +498,9 @@ class SharedBase(nn.Module):
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
+        if not expected.isfinite().all():
+            problem = "the model's logits contain NaN or infinity; fetch or save the model again"
+            raise InputError(problem, key="model.name_or_path")
         actual = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
         # The tolerance is relative to the largest logit, because in half precision the errors of all logits are similarly large.
         if not (expected - actual).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):

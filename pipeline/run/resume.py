@@ -117,7 +117,7 @@ def digest_tokenizer(tokenizer: Any) -> dict[str, str]:
     """Returns {description of tokenizer and chat template: digest}, an entry of `rows` in record_start and same_content."""
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
-    name = "the tokenizer or the chat template of model.name_or_path"
+    name = "the tokenizer or the chat template (model.name_or_path, model.chat_template)"
     return {name: f"{tokenizer_digest(tokenizer)} {template_digest(tokenizer)}"}
 
 

@@ -45,9 +45,7 @@ def gate_of(job: Job) -> Gate:
     """Returns the Gate object for the version that a job registers or promotes."""
     metric = job.run.metric_for_best_model or job.measurable.default
     greater = greater_is_better(metric, job.run.greater_is_better)
-    keys = [*gates.LOSS, *gates.SAMPLING]
-    if job.stage == "kto" or gates.combines_rows(job.trainer):  # kto estimates the KL over a micro-batch
-        keys.append("per_device_eval_batch_size")
+    keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
     if name := job.inputs.get("judge"):
         ref = InputURI.parse(name)

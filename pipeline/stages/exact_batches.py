@@ -105,8 +105,8 @@ class ExactBatches(Trainer):
     `num_items_in_batch` makes the losses equal. For losses per row (rm, dpo, kto), each rank's mean is weighted by the rank's
     share of the rows.
 
-    Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
-    per_device_eval_batch_size, because TRL computes these two metrics for each batch.
+    Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward, max_reward, kto's KL, and dpo's losses
+    in gates.BATCH_LOSSES depend on per_device_eval_batch_size, because TRL computes them for each batch.
     """
 
     mixture: Mixture | None = None  # mixture of the sources in train_dataset; set before training

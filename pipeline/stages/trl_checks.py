@@ -8,6 +8,7 @@ the first rows, or a pair with equal completions, stops the run.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -99,6 +100,10 @@ def compare_with_single_rows(
     if numbers:
         name, batched, single = max(numbers, key=lambda number: abs(number[1] - number[2]))
         text = f"{name} is {batched:.6g} in the trainer's batch, but {single:.6g} from the rows alone"
+        if not math.isfinite(single):
+            text = (
+                f"{name} of the first rows is {single}; the base or an input adapter contains NaN or infinity"
+            )
         holds = all(abs(batched - single) <= limit for _, batched, single in numbers)
         results.append(CheckResult("the trainer's numbers equal those from the rows alone", text, holds))
     if stage == "rm":

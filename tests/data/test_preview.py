@@ -1,5 +1,6 @@
 """Tests the checks of each file's first rows: label rules, columns, and labels that sft would ignore."""
 
+import csv
 import json
 
 import pytest
@@ -240,3 +241,25 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
     lines = ["prompt,first,second,label", 'a,b,c,"[""A"", ""B"", ""A""]"', 'c,d,e,"[""B""]"']
     (tmp_path / "b.csv").write_text("\n".join(lines) + "\n")
     assert make(tmp_path, "rm", train=str(tmp_path / "b.csv")).report.splits["train"].kept == 2
+
+
+@pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
+def test_texts_that_are_printed_lists_are_rejected_in_csv(tmp_path, printed):
+    """If only one value in a CSV column looks like a list, the value may be code. In JSON files, no text is taken for a list."""
+    rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
+    path = tmp_path / "train.csv"
+
+    def read(rows):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "completion"])
+            writer.writeheader()
+            writer.writerows(rows)
+        files = {"train": find_files(str(path), "data.train")}
+        return resolve_labels(source_kinds("sft", Data(train=str(path))), files)
+
+    with pytest.raises(
+        InputError, match=r"each 'completion' is a list in Python's notation, .*to_json or to_parquet"
+    ):
+        read(rows)
+    read([*rows, {"prompt": "Where is Rome?", "completion": "In Italy."}])
+    look(tmp_path, rows, "sft")

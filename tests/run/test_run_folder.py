@@ -20,7 +20,7 @@ from pipeline.run import checkpoints, resume
 from pipeline.run.launch import write_result
 from pipeline.run.resume import owned_folder, owner_files
 from pipeline.settle import inputs
-from pipeline.settle.identity import gate_of, with_run_name
+from pipeline.settle.identity import with_run_name
 from pipeline.settle.work import Input
 from pipeline.system import lease
 
@@ -96,7 +96,7 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
 
 @pytest.mark.parametrize(("loss", "combines"), [("sigmoid", False), ("[sigmoid, sft]", True), ("aot", True)])
 def test_a_loss_that_combines_rows_depends_on_the_micro_batch(loss, combines, in_root):
-    """TRL computes such a loss over a micro-batch, so another size changes the gradient and the eval loss."""
+    """TRL computes such a loss over a micro-batch, so another size changes the gradient."""
     jobs = [
         load_job(
             "jobs/demo/dpo.yaml",
@@ -106,7 +106,6 @@ def test_a_loss_that_combines_rows_depends_on_the_micro_batch(loss, combines, in
     ]
     old, new = (identity_of(with_run_name(job)) for job in jobs)
     assert ("trainer.per_device_train_batch_size" in resume.blocking_changes(old.settings, new)) == combines
-    assert ("trainer.per_device_eval_batch_size" in gate_of(jobs[0]).settings) == combines
 
 
 def resumable(run):
@@ -159,9 +158,7 @@ def test_a_run_does_not_resume_with_another_tokenizer_in_the_folder_of_the_base(
     found = resumable(job_of(folder, *BATCH))
     assert resume.same_content(found, job, "sha256:base", resume.digest_tokenizer(tokenizer))
     tokenizer.eos_token = tokenizer.decode(5)
-    with pytest.raises(
-        InputError, match=r"the tokenizer or the chat template of model\.name_or_path has changed"
-    ):
+    with pytest.raises(InputError, match=r"the tokenizer or the chat template \(.*\) has changed"):
         resume.same_content(found, job, "sha256:base", resume.digest_tokenizer(tokenizer))
 
 
