@@ -22,8 +22,9 @@ from pipeline.settle.placement import Places
 from pipeline.system import process
 
 # Timeout of collectives in torch.distributed. torch's default is half an hour, but a rank may wait longer for other ranks that
-# load models, score completions or wait for rollout workers. Ray Train detects the death of a rank without this timeout.
-COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
+# load models, score completions or wait for rollout workers. Ray Train detects the death of a rank without this timeout, but a
+# rank that hangs must not hold a rented cluster forever.
+COLLECTIVE_TIMEOUT_S = 24 * 3600
 
 
 def fit(
