@@ -64,7 +64,7 @@ def publish_adapter(work: Work, result: Result) -> registry.Version | None:
             return None
         facts = lineage.read(folder, adapter)
         print(f"registering {work.gate.model}", flush=True)
-        run_id, stage = str(work.run_id), work.identity.stage
+        run_id, stage = result["mlflow_run_id"], work.identity.stage
         return registry.publish(
             work.uri, work.gate, stage, run_id, folder, result["metrics"], facts, unchanged
         )
