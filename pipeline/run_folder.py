@@ -30,9 +30,8 @@ class Result(TypedDict, total=False):
     inputs: dict[str, str]  # {policy, reward.0, ...: pinned version}
     metrics: dict[str, float]  # final metrics, which the gate checked
     samples: list[dict[str, Any]]  # prompts with completions before and after training
-    kept: dict[
-        str, Any
-    ]  # the step whose weights were kept, and the metric that chose it; only if the stage trains
+    # the step whose weights were kept, and the metric that chose it; only if the stage trains
+    kept: dict[str, Any]
     ended: dict[str, Any]  # the last step, and the reason for an early stop; only if the stage trains
     checkpoint: str  # folder of the last checkpoint
     adapter: str | None  # folder of the trained adapter, or None if the stage trains nothing
@@ -48,9 +47,8 @@ class Result(TypedDict, total=False):
     cost: dict[str, Any]  # GPU hours and dollars
     judges: dict[str, dict[str, float]]  # {input: answers and dollars}; only with LLM judges
     peak_memory_bytes: int
-    usage: dict[
-        str, Any
-    ]  # GPUs, tokens and completions, until the driver has computed `cost`; not in the file
+    # GPUs, tokens and completions, until the driver has computed `cost`; not in the file
+    usage: dict[str, Any]
     train_seconds: float  # time in the workers
     seconds: float  # time of the command
     data: dict[str, Any]  # digests of the rows, and the report on them; only if the job reads rows
