@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def input_error(error: BaseException, kind: Any = InputError) -> Any:
-    """Returns the InputError, or error of class `kind`, among the causes of an error, or None.
+    """Returns the first error of class `kind` among an error and its causes, or None.
 
     Ray wraps a worker's error in a RayTaskError, which may be an instance of InputError with a traceback as its text.
     """

@@ -88,7 +88,7 @@ def choose_prompts(args: Collect, seed: int, count: int) -> list[int] | range:
         return range(count)
     if args.num_prompts > count:
         raise InputError(
-            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; expected at most this number, or null for all",
+            f"found {args.num_prompts:,}, but data.train has {count:,} prompts; set at most {count}, or null for all prompts",
             key="trainer.num_prompts",
         )
     return list(

@@ -567,7 +567,7 @@ def add_prompts(request: Request, sources: list[RowSource], jobs: dict[str, str]
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:
-    """Writes a file of prompts. Returns the text of a job that reads this file, without the user's data.columns."""
+    """Writes a file of prompts. Returns the text of a job that reads this file and does not set data.columns."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:EVAL_PROMPTS]]
     path.write_text("".join(lines), encoding="utf-8")
     text = with_key(text, f"data.{key}", str(path))

@@ -253,7 +253,9 @@ def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> froz
                 excluded.add(index + offset)
     assistant_turns = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant_turns <= excluded:
-        raise RowError("weight", key, "no assistant turn to train", "an assistant turn without `weight: 0`")
+        raise RowError(
+            "weight", key, "no assistant turn to train on", "an assistant turn without `weight: 0`"
+        )
     return frozenset(excluded & assistant_turns)
 
 

@@ -243,7 +243,7 @@ def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     if len(candidates) > 1 and (answers or not (used or format_of(rows[0], kind_of("sft")))):
         setting = how_to_set("data.columns", _flow({"prompt": "COLUMN", "completion": candidates[0]}))
         shown = " and ".join(f"`{name}`" for name in candidates)
-        return f"{shown} may each be the completion to train on; for the first column, set {setting}"
+        return f"{shown} could be the completion to train on; to use the first column, set {setting}"
     return ""
 
 

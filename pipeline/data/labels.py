@@ -251,7 +251,7 @@ def derive_rule(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "d
         condition = f"if {ends[0]} means that the first completion is better (add tie: VALUE for ties)"
     column = ", ".join(as_list(columns.get("label", "label")))
     raise InputError(
-        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {how_to_set(key, template)} {condition}, or use "
+        f"the meaning of {shown} in the column {column!r} is ambiguous; set {how_to_set(key, template)} {condition}, or use "
         f"another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )

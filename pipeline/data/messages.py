@@ -311,7 +311,7 @@ def is_transcript(value: str) -> bool:
 
 
 def repeats_prompt(value: Any) -> bool:
-    """Returns True if `chosen` or `rejected` contains the prompt: a transcript, or messages that begin with user or system."""
+    """Returns True if `chosen` or `rejected` is a transcript, or begins with a user or system message."""
     if isinstance(value, str):
         return is_transcript(value)
     message = value[0] if isinstance(value, list) and value else None

@@ -340,7 +340,7 @@ def row_warnings(counts: Sequence[Counts], tokenizer: Any, options: Options) -> 
         )
     if joined := total["joined"].total():
         problem = f"{with_unit(joined)} of plain text without white space between prompt and completion"
-        yield f"{problem}; to separate both, set model.chat_template=plain, which renders a dialogue"
+        yield f"{problem}; to separate prompt and completion, set model.chat_template=plain"
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
         problem = (

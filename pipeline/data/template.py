@@ -34,7 +34,7 @@ class ChatTemplate:
         self.variables, self.message_keys = names_in(self.text) if self.text else (frozenset(), frozenset())
 
     def of_row(self, tools: list[dict[str, Any]] | None, settings: dict[str, Any]) -> "ChatTemplate":
-        """Returns the template with a row's tools, and with the variables in the row's chat_template_kwargs."""
+        """Returns a copy of the template that renders a row with its tools and its chat_template_kwargs."""
         if not tools and not settings:
             return self
         template = copy.copy(self)

@@ -189,7 +189,9 @@ def _problems(definition: Definition) -> list[tuple[str, str]]:
         expected = "two different words, neither of which begins with the other"
         problems.append(("words", f"found {show_value(definition.words)}, expected {expected}"))
     if definition.low == definition.high:
-        problems.append(("high", f"found {definition.high:g}, which is also `low`; expected another number"))
+        problems.append(
+            ("high", f"found {definition.high:g}, the same value as `low`; expected another number")
+        )
     placeholders = {*PLACEHOLDER.findall(definition.asks)}
     required, excess = ("completions", "completion")[:: 1 if definition.form == "rank" else -1]
     if required not in placeholders:

@@ -29,7 +29,7 @@ class RolloutConfig:
     0: the training workers sample."""
     staleness: Annotated[int, Ge(0), Le(64)] = 0
     """Age of the sampling policy in updates. 0: sampling and training alternate. 1 or more: rollout workers sample during
-    training. Update u, counted from 0, learns from episodes of the policy after u - staleness updates."""
+    training. Update u, counted from 0, learns from episodes of the policy that update u - staleness started with."""
     use_gpu: bool | None = None
     """Whether a rollout worker has its models on a GPU. The default is `scaling.use_gpu`."""
     resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None

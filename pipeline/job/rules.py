@@ -168,7 +168,7 @@ def _ppo_problems(args: Any, reward: Any, teacher: str | None, workers: int) -> 
         yield "reward", f"missing; {expected}. {advice}"
     if reward and only_teacher:
         advice = "set reward=null, or another estimator"
-        yield "trainer.advantage_estimator", f"found none, with which the reward has no effect; {advice}"
+        yield "trainer.advantage_estimator", f"found none, so the reward has no effect; {advice}"
     if not teacher and (args.teacher_coef or only_teacher):
         yield "teacher", "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"
     if teacher and not args.teacher_coef:

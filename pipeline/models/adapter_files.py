@@ -86,8 +86,8 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
         value = config.get(key)
         if value and value != "none" and not (key == "modules_to_save" and set(value) <= set(HEAD_NAMES)):
             raise InputError(
-                f"{path}: {key}: found {value!r:.80}, which changes the base that all roles share; merge it into its base by peft's "
-                "merge_and_unload(), and name the result as model.name_or_path"
+                f"{path}: {key}: found {value!r:.80}, which changes the base that all roles share; merge the adapter into its base with "
+                "peft's merge_and_unload(), and set model.name_or_path to the result"
             )
     start = str(config.get("init_lora_weights")).lower()
     if start.startswith(RELATIVE):
@@ -195,8 +195,8 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool, refere
         # peft also saves weights of the base if the adapter adapts the embeddings.
         if not is_lora and not is_head(key):
             raise InputError(
-                f"{path}: {key} is a weight of the base, which all roles share; if it equals the base's, save the adapter with "
-                "save_embedding_layers=False, or else merge it into its base and set model.name_or_path to the result"
+                f"{path}: {key} is a weight of the base, which all roles share; if it equals the base's own weight, save the adapter with "
+                "save_embedding_layers=False. Otherwise, merge the adapter into its base and set model.name_or_path to the result"
             )
         base_shape = base.shape_of(module)
         if base_shape is not None and not {*(shape[-1:] if part in MATRIX_A else shape[:1])} <= {*base_shape}:

@@ -116,8 +116,8 @@ def _fill(base: PreTrainedModel, files: list[Path], base_name: str) -> None:
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
-            f"the safetensors of {base_name!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
-            "they are pickles, or transformers renames their tensors, set model.fsdp=false",
+            f"the safetensors of {base_name!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again. If "
+            "its weights are pickles, or if transformers renames its tensors, set model.fsdp=false",
             key="model.name_or_path",
         )
 

@@ -119,10 +119,10 @@ def gae(
 def loss_weights(
     mask: Tensor, aggregation: LossAggregation, actions: float, completions: float, length: int
 ) -> Tensor:
-    """Returns the weight (batch, 1) of each row's actions. A loss is the sum of weight * loss over all actions.
+    """Returns the weight (batch, 1) of each row's actions. The total loss is the weighted sum of the actions' losses.
 
-    * "token": 1 / actions, for the mean over actions (DAPO).
-    * "sequence": 1 / (actions of the row * completions), for the mean of the completions' means (GRPO).
+    * "token": 1 / actions, the mean over actions (DAPO).
+    * "sequence": 1 / (actions of the row * completions), the mean over completions of each completion's mean (GRPO).
     * "constant": 1 / (completions * length), the same for actions of short and of long completions (Dr. GRPO).
 
     Args:

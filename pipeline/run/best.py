@@ -39,7 +39,9 @@ class Best:
 
     metric: str
     greater_is_better: bool
-    patience: int | None  # evaluations without improvement after which training stops, or None for no limit
+    patience: (
+        int | None
+    )  # training stops after this many evaluations without improvement; None means no limit
     # Trainable parameters to restore at the best step, or {} if the run keeps the last weights.
     parameters: dict[str, torch.nn.Parameter]
     report: Report | None = None

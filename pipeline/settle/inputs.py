@@ -231,8 +231,8 @@ def check_same_tokens(model: Model, tokenizer: Any, key: str, adapter: Input) ->
 
     lineage, trained = adapter.lineage, f"{adapter.version} was trained with another"
     if lineage.get("tokenizer") not in (None, tokenizer_digest(tokenizer)):
-        problem = f"tokenizer than {model.name_or_path} has now, so it may read other tokens"
-        print(f"warning: {key}: {trained} {problem}", flush=True)
+        effect = f"The tokenizer of {model.name_or_path} has changed, so the model may read other tokens"
+        print(f"warning: {key}: {trained} tokenizer. {effect}", flush=True)
     if lineage.get("chat_template") in (None, template_digest(tokenizer)):
         return
     if model.chat_template is None:
@@ -269,8 +269,8 @@ def _check_supported(work: Work, name: str, folder: str, base: Base, scores: boo
         problem = error.message
     elif dora and spec.runs_in == "serve":
         problem = (
-            "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
-            "model.name_or_path, and serve `base`"
+            "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), set model.name_or_path "
+            "to the result, and serve `base`"
         )
     elif dora and work.model.fsdp:
         problem = "is a DoRA adapter, which needs the norms of the full weights; set model.fsdp=false"

@@ -31,7 +31,7 @@ class Input:
     # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
     version: str
     kind: Literal["adapter", "model", "function", "judge"]
-    folder: str = ""  # folder of the files on the driver's machine, or the Hub's id of a full model
+    folder: str = ""  # folder with the files on the driver's machine, or the Hub id of a full model
     lineage: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter
     definition: Definition | None = None  # the content of a judge's file
     weight: float = 1.0  # weight of this reward in the sum of all rewards

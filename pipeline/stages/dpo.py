@@ -19,7 +19,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages.exact_batches import ExactBatches
 
     class Trainer(trl_trainer.TokenizedRows, ExactBatches, DPOTrainer):
-        """TRL's trainer, with each pair exactly once per epoch over all workers."""
+        """TRL's trainer, whose workers together read each pair exactly once per epoch."""
 
     args = trl_trainer.make_arguments(worker, DPOConfig, max_length=None)
     trainer = trl_trainer.continue_policy(worker, Trainer, args)

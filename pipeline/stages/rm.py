@@ -15,7 +15,10 @@ from pipeline.run.worker import Worker
 from pipeline.run_folder import DOUBTFUL, PAIRS
 from pipeline.system.progress import Bar
 
-TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of pairs shown as text
+TABLE, WORST = (
+    4096,
+    8,
+)  # maximum number of pairs in the report's chart, and of pairs whose text the report shows
 
 
 def train(worker: Worker) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
     stored = {key: tensor.float() for key, tensor in load_file(os.path.join(folder, TENSORS)).items()}
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTERS[role], save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
-    return same_tensors(f"the {role} equals the adapter in its file", loaded, stored, folder)
+    return same_tensors(f"the {role} equals its adapter file", loaded, stored, folder)
 
 
 def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
@@ -264,7 +264,7 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResul
     return CheckResult("the policy starts as the reference", message, holds)
 
 
-# ([(name, the trainer's number on a padded batch, the number from single rows)], largest difference that rounding can explain).
+# ([(name, the trainer's value for a padded batch, the value computed row by row)], the largest difference due to rounding).
 # The list is empty if the job's loss has other terms.
 Numbers = tuple[list[tuple[str, float, float]], float]
 

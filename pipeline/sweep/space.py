@@ -129,7 +129,7 @@ def read_sweep(path: str, arguments: list[str]) -> Sweep:
         raise InputError(problem, "run.metric_for_best_model", base.source)
     metric = metric or base.measurable.default
     check_comparable(metric, base.stage, varied)
-    # The default name is a digest of the sweep, so that the same command resumes.
+    # The default name is a digest of the sweep, so that the same command resumes the sweep.
     identities = [deciding_settings(identity_of(job)) for job, _ in jobs]
     content = [identities, base.run.metric_for_best_model, sweep_settings.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

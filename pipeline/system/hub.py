@@ -40,7 +40,7 @@ def source(name_or_path: str) -> str:
 
 
 def require_local(name_or_path: str) -> None:
-    """Raises InputError if the name is a file, or looks like a path and is not an existing folder."""
+    """Raises InputError if the name is the path of a file, or looks like a path of a folder that does not exist."""
     folder = local(name_or_path)
     path_like = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if not os.path.isdir(folder) and (path_like or os.path.lexists(folder)):

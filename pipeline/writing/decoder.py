@@ -30,7 +30,7 @@ Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), and 
 
 
 class SlotDecoder(Decoder):
-    """Decodes all rows in one forward per step. Rows with equal prompts that join at the same time share the prompt's forward.
+    """Decodes all rows in one forward per step. Rows that join at the same time with the same prompt share its forward.
 
     The KV cache is freed when the last row leaves.
 

@@ -1,4 +1,4 @@
-"""Tests that rows in all formats become the same record, and that the error for a bad row has a kind and names the field."""
+"""Tests that rows in all formats become the same record, and that errors of bad rows give kind and field."""
 
 import json
 

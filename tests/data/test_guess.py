@@ -175,7 +175,7 @@ def test_two_texts_that_may_be_the_completion_need_a_setting():
     made = rows(question="Say {} now.", bot_answer="No idea.", corrected_answer=("As you wish.", ""))
     assert guessed(made, "sft") is None
     line = misfit(made, "sft", "a.jsonl")
-    assert "`bot_answer` and `corrected_answer` may each be the completion to train on" in line
+    assert "`bot_answer` and `corrected_answer` could be the completion to train on" in line
     given = {"prompt": "question", "completion": "corrected_answer"}
     assert guess.unread_label_note(made, given, {*given.values()}, "data") == ""
     assert guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}

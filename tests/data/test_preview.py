@@ -28,7 +28,9 @@ def look(tmp_path, rows, stage="rm", key="train", **options):
 def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
     ones, zeros = ([{**PAIR, "better": i % 2 + low} for i in range(6)] for low in (1, 0))
     assert look(tmp_path, ones, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
-    with pytest.raises(InputError, match=r"data\.label: found 0, 1 in the column 'better'"):
+    with pytest.raises(
+        InputError, match=r"data\.label: the meaning of 0, 1 in the column 'better' is ambiguous"
+    ):
         look(tmp_path, zeros, columns=COLUMNS)
     rule = look(tmp_path, zeros, columns=COLUMNS, label={"first": 0, "second": 1}).rule
     assert rule == Rule((0.0,), (1.0,))

@@ -81,7 +81,7 @@ SAID = [  # stage, rows, options, texts that the report has, texts that it lacks
     ("sft", ONCE, {"apply_chat_template": True}, ["(data.parse_special_tokens=true encodes them as control tokens; rows that contain the chat template's markup also need data.apply_chat_template=false)"], []),
     ("dpo", [MARGIN], {}, ["dpo ignores the column `margin`", "not read    column source\n"], []),
     ("rm", [MARGIN], {}, ["not read    column source\n"], ["ignores the column", "white space"]),
-    ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion; to separate both, set model.chat_template=plain"], []),
+    ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion; to separate prompt and completion, set model.chat_template=plain"], []),
     ("rm", JOINS, {"apply_chat_template": True}, [], ["white space"]),
     ("kto", JOINS, {}, ["labels      2 desirable, 2 undesirable"], []),
     # The report shows what each label value means and how often it occurs.

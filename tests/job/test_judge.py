@@ -41,7 +41,7 @@ def rubric(*changed):
         (RIGHT + "draws: 3\n", r"draws: found 3, but all answers are equal with temperature 0"),
         (RIGHT + "words: [Yes, yes]\n", r"words: found \['Yes', 'yes'\], expected two different words"),
         (RIGHT.replace("score", "yes") + "draws: 3\ntemperature: 1\n", r"draws: found 3, .*and with `form: yes`; use 1"),
-        (RIGHT + "low: 10\n", r"high: found 10, which is also `low`"),
+        (RIGHT + "low: 10\n", r"high: found 10, the same value as `low`"),
     ],
 )  # fmt: skip
 def test_a_message_about_a_wrong_file_has_the_line(text, says, tmp_path):

@@ -73,7 +73,7 @@ def zeros(*shape):
 # {what is wrong: (adapter, file, the file's new content or a change of its content, message)}
 FOUND_BEFORE_LOADING = {
     "another kind": ("policy", SETTINGS, {"peft_type": "IA3"}, "peft_type is 'IA3'; expected 'LORA'"),
-    "a trained module": ("reward", SETTINGS, {"modules_to_save": ["embed_tokens"]}, "modules_to_save: found .*which changes the base that all roles share; merge it into its base"),
+    "a trained module": ("reward", SETTINGS, {"modules_to_save": ["embed_tokens"]}, "modules_to_save: found .*which changes the base that all roles share; merge the adapter into its base"),
     "trained biases": ("policy", SETTINGS, {"bias": "all"}, "bias: found 'all', which changes the base that all roles share"),
     "PiSSA": ("policy", SETTINGS, {"init_lora_weights": "PiSSA_niter_4"}, "init_lora_weights: found 'pissa_niter_4', which changes the base, .*path_initial_model"),
     "settings cut": ("policy", SETTINGS, b'{"a":', r"adapter_config\.json: not valid JSON .*; save the adapter again"),
@@ -88,7 +88,7 @@ FOUND_BEFORE_LOADING = {
     "alpha NaN": ("policy", SETTINGS, {"alpha_pattern": {"q_proj": float("nan")}}, "lora_alpha: found nan for .*q_proj"),
     "alpha text": ("policy", SETTINGS, {"lora_alpha": "8"}, "lora_alpha: found '8'"),
     "no mapping": ("policy", SETTINGS, {"rank_pattern": [8]}, "rank_pattern: AttributeError"),
-    "a weight of the base": ("policy", TENSORS, lambda t: t.update({f"{A.partition('.lora_')[0]}.base_layer.weight": zeros(1, 1)}), "q_proj.base_layer.weight is a weight of the base, .*merge it into its base"),
+    "a weight of the base": ("policy", TENSORS, lambda t: t.update({f"{A.partition('.lora_')[0]}.base_layer.weight": zeros(1, 1)}), "q_proj.base_layer.weight is a weight of the base, .*merge the adapter into its base"),
     "an unknown head": ("policy", TENSORS, lambda t: t.update({HEAD: zeros(1, 128)}), "contains a scalar head that .* does not mention"),
     "a lost head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json mentions"),
     "a reward as policy": ("policy", SETTINGS, {"task_type": "SEQ_CLS"}, "is a reward adapter .*expected an adapter that `sft`"),

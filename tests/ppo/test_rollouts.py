@@ -134,7 +134,7 @@ def test_the_distance_of_a_stale_sampler_is_reported():
     assert first["rollout/ess"] == pytest.approx(1, abs=1e-5) and first["rollout/is_clipped_fraction"] == 0
     assert later["rollout/ess"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
     assert later["rollout/ratio_max"] > 1
-    assert later["policy/first_ratio_error"] < 1e-4  # the ratio to the trainer's own old log-probs
+    assert later["policy/first_ratio_error"] < 1e-4  # the trainer itself computed the old log-probs
 
 
 @pytest.mark.parametrize(("level", "ratios"), [("token", [math.e**2, 1, 1, 1]), ("sequence", [math.e**2, 1])])

@@ -1,4 +1,4 @@
-"""Tests full runs of PPOTrainer with tiny models: every option learns, and the number of workers does not change the result."""
+"""Tests full runs of PPOTrainer with tiny models: all options learn, and the number of workers changes no result."""
 
 import math
 

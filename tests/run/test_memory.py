@@ -1,4 +1,4 @@
-"""Tests that an out-of-memory error names the phase and settings to change, and that the run does not restart."""
+"""Tests that an out-of-memory error names its phase and the settings to change, and ends the run without a restart."""
 
 import json
 import re

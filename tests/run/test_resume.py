@@ -26,7 +26,7 @@ PPO = [
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
 SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
-# (stage, fault, workers before and after). test_best.py interrupts ppo in the process of the command.
+# (stage, fault, workers before, workers after). test_best.py interrupts ppo while it runs in the command's own process.
 QUICK = [("rm", "interrupted", 0, 0), ("ppo", "killed", 1, 1)]
 SLOW = [
     *(("rm", "interrupted", begins, 1 - begins) for begins in (0, 1)),

@@ -29,7 +29,7 @@ from tools.chaos.runs import until
 
 # A client with the token could make Ray's agent run this command.
 COMMAND = json.dumps({"entrypoint": "true"})
-# (method, path, body) of requests to the HTTP servers of a session, which need the token.
+# (method, path, body) of requests that the HTTP servers of a session answer only with the token
 REQUESTS = [
     ("POST", "/api/job_agent/jobs/", COMMAND),
     ("GET", "/api/job_agent/jobs/x/logs", None),
@@ -42,7 +42,7 @@ CALLS = ["CoreWorkerService/PushTask", "InternalKVGcsService/InternalKVKeys", "N
 
 
 def http_answers(address, port):
-    """Returns [(path, status, start of the body)] of REQUESTS without a token, or [] if the server does not speak HTTP."""
+    """Sends REQUESTS without a token. Returns [(path, status, start of the body)], or [] if the server does not speak HTTP."""
     answers = []
     for method, path, body in REQUESTS:
         connection = http.client.HTTPConnection(address, port, timeout=5)

@@ -88,7 +88,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
 
 @pytest.mark.parametrize("key", ["chat_template", "tokenizer"])
 def test_all_models_of_a_run_read_the_tokens_of_their_training(key, tmp_path, capsys, in_root):
-    """Another template is an error unless the job chooses one. Another tokenizer may be a repair, so it is a warning."""
+    """Another template is an error unless the job chooses one. A changed tokenizer may be a repair, so it causes a warning."""
     adapters = {name: str(tmp_path / name) for name in ("policy", "reward")}
     for name, folder in adapters.items():
         toy_models.make(folder, seed=0, head=name == "reward")

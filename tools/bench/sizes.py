@@ -225,7 +225,7 @@ def write(found: dict[str, Any]) -> None:
 
 
 def since_start(at: float) -> float:
-    """Returns the seconds between the start of this process and a time in seconds since the epoch."""
+    """Returns the seconds from the start of this process to `at`, a Unix timestamp."""
     return at - float(os.environ["BENCH_BEGIN"])
 
 

@@ -325,7 +325,7 @@ FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
 RUN, LOAD_TOKENIZER = (trl_trainer, "train_trl"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
-OF_FILE = "reward equals the adapter in its file"
+OF_FILE = "reward equals its adapter file"
 NO_LEARNER = "only adapters and heads learn.*by mistake"
 AGREE, WHOLE = "sampler and trainer agree", "whole distribution.*top-p"
 MANY = "trainer.batch_size=256 trainer.total_episodes=256 trainer.per_device_train_batch_size=256"
@@ -486,7 +486,7 @@ FAULTS = [
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone())), quick=True),
     Fault("kto's loss includes prompts", "kto", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))),
-    Fault("dpo's policy is a new adapter on the bare base", "dpo", "policy equals the adapter in its file",
+    Fault("dpo's policy is a new adapter on the bare base", "dpo", "policy equals its adapter file",
           (adapters, "set_peft_model_state_dict"), lambda call, *_: None, quick=True),
     Fault("dpo's pairs are equal", "dpo", BOTH, WRITE,
           of_columns(lambda columns: columns.update(rejected_ids=list(columns["chosen_ids"])))),

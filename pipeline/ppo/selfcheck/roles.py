@@ -51,7 +51,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     loaded = trainer.shared.tensors_of(role)
     if role == "critic":  # the trainer has rescaled the critic's head to an episode's score
         stored, loaded = ({k: t for k, t in group.items() if k != HEAD} for group in (stored, loaded))
-    return same_tensors(f"{role} equals the adapter in its file", loaded, stored, folder)
+    return same_tensors(f"{role} equals its adapter file", loaded, stored, folder)
 
 
 @torch.no_grad()

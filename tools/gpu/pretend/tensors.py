@@ -309,7 +309,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours: list[GpuTensor]) -> None:
-    """Raises CUDA's error for an operation, if any, and counts operations that make the host wait."""
+    """Raises the error that CUDA would raise for an operation, if any. Counts the operations that make the host wait."""
     if func in COPIES:
         if func is aten.copy_.default:
             into, source = args[:2]
