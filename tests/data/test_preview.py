@@ -35,7 +35,7 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
     rule = look(tmp_path, zeros, columns=COLUMNS, label={"first": 0, "second": 1}).rule
     assert rule == Rule((0.0,), (1.0,))
     words = [{**PAIR, "better": f"{'AB'[i % 2]} is {['', 'slightly '][i // 2 % 2]}better"} for i in range(8)]
-    said = r'found "A is better", "B is better", "A is slightly better", .* set data\.label=.\{first: VALUE, second: VALUE, tie: VALUE\}'
+    said = r'meaning of "A is better", "B is better", "A is slightly better", .* set data\.label=.\{first: VALUE, second: VALUE, tie: VALUE\}'
     with pytest.raises(InputError, match=said):
         look(tmp_path, words, columns=COLUMNS)
     # rows after the preview are checked when they are read
