@@ -77,7 +77,7 @@ JOB = [
     # inputs
     case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; use a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
     case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
-    case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),
+    case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and the models of this run read messages", overrides=["policy={plain}"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
     case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, groups, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     # the machine

@@ -49,6 +49,8 @@ from pipeline.data.values import (
 from pipeline.input_uri import InputURI
 from pipeline.job.stages import row_kind_of
 
+GREETING = 10  # a user message with fewer characters, such as `Hi there`, does not identify a conversation
+
 
 @dataclass
 class Record:
@@ -87,13 +89,17 @@ class Record:
         return content_of(as_turns(self.prompt))
 
     def split_key(self) -> str:
-        """Returns a key for choosing eval rows: the content of the prompt up to the first user message.
+        """Returns a key for choosing eval rows: the content of the prompt up to the first user message that is no mere greeting.
 
         Rows with the beginning and with the continuation of one conversation have the same key.
         """
         turns = as_turns(self.prompt)
-        first = next((index for index, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
-        return content_of(turns[: first + 1])
+        questions = (
+            index
+            for index, turn in enumerate(turns)
+            if turn["role"] == "user" and len(str(turn.get("content"))) >= GREETING
+        )
+        return content_of(turns[: next(questions, len(turns)) + 1])
 
     def digests(self) -> bytes:
         """Returns two 8-byte hashes: one of the prompt, and one of the prompt with its completions.
@@ -244,11 +250,12 @@ def untrained_turns(items: list[dict[str, Any]], turns: Turns, key: str) -> froz
     offset = len(turns) - len(items)  # 1 if a system prompt from another field was added, else 0
     excluded = set[int]()
     for index, item in enumerate(items):
-        for name in WEIGHTS:
+        for name in WEIGHTS if turns[index + offset]["role"] == "assistant" else ():
             if is_unrated(weight := item.get(name)):
                 continue
             if (trained := is_good_label(weight)) is None:
-                raise RowError("weight", f"{key}[{index}].{name}", show_json(weight), "0 or 1")
+                expected = "0 or 1, because this key excludes a turn from training"
+                raise RowError("weight", f"{key}[{index}].{name}", show_json(weight), expected)
             if not trained:
                 excluded.add(index + offset)
     assistant_turns = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}

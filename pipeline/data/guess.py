@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import yaml
@@ -66,6 +67,9 @@ NAMES = {
 }
 CONTEXTS = ("context", "passage", "document")  # columns with the context of a question
 Rows = Sequence[dict[str, Any]]
+ANSWERS = (
+    "true false yes no t f y n".split()
+)  # words that answer any question, not only whether a completion is good
 LOOKED = 50  # number of rows on which a guess is tested
 # words that distinguish the names of the two columns of a pair
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
@@ -189,8 +193,8 @@ def unread_label_note(rows: Rows, mapping: Mapping[str, Any], used: set[str], se
     """
     if problem := unclear_label_note(rows, used):
         return problem
-    columns = {name: v for name, v in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
-    if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
+    columns = {name: v for name, v in _columns(rows).items() if name.split(".")[0] not in used}
+    if not (labels := [*filter(partial(_may_be_bad, columns), _labels(columns, _ratings(rows)))]):
         return ""
     setting = as_setting({**mapping, "label": _with_twins(labels[0], columns)}, rows, section)
     return f"`{labels[0]}` may label completions as good or bad; set {setting}, or remove this column with {section}.transform"
@@ -203,9 +207,13 @@ def message_label_note(rows: Rows, fields: Iterable[str], section: str) -> str:
         fields: the columns and fields that may have messages.
         section: the section of the job that describes the rows.
     """
-    messages = [*_assistant_messages(rows[:LOOKED], fields)]
+    messages = [*_assistant_messages(rows, fields)]
     columns = _columns(messages)
-    if not (labels := [*_labels(columns, _ratings(messages)), *_bad_marks(columns)]):
+    labels = [
+        *filter(partial(_may_be_bad, columns), _labels(columns, _ratings(messages))),
+        *_bad_marks(columns),
+    ]
+    if not labels:
         return ""
     advice = f"give bad messages `weight: 0`, which excludes them from training, and remove this key, both with {section}.transform"
     return f"`{labels[0]}` may label messages as good or bad; {advice}"
@@ -229,7 +237,7 @@ def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     It is unclear which completions are good if a column name such as thumbs_down marks bad rows, or if several columns may be the
     completion. Columns in `used` are ignored.
     """
-    columns = {name: values for name, values in _columns(rows[:LOOKED]).items() if name not in used}
+    columns = {name: values for name, values in _columns(rows).items() if name not in used}
     texts, questions = _texts(columns), _questions(rows[:LOOKED])
     if LABEL_FIELDS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
@@ -288,8 +296,9 @@ def _columns(rows: Rows) -> dict[str, Values]:
         for name in some_keys(row):
             value = row[name]
             objects = {name: value} if isinstance(value, dict) else {}
-            if isinstance(value, list) and len(value) == 2 and all(isinstance(item, dict) for item in value):
-                objects = {f"{name}.{index}": item for index, item in enumerate(value)}
+            pair = value if isinstance(value, list) and len(value) == 2 else []
+            if all(isinstance(item, dict) and not {"role", "from"} & item.keys() for item in pair):
+                objects |= {f"{name}.{index}": item for index, item in enumerate(pair)}
             inner = {f"{path}.{key}": item[key] for path, item in objects.items() for key in some_keys(item)}
             for path, item in {name: value, **inner}.items():
                 columns.setdefault(path, []).extend([item] if item is not None else [])
@@ -321,7 +330,13 @@ def _ratings(rows: Rows) -> list[str]:
     def rates(name: str, values: Values) -> bool:
         if are_mostly_numbers(values):
             return name in questions
-        return are_labels(values) and are_mostly_ratings(values) and False in map(is_good_label, values)
+        words = {normalize_label(value) for value in values if is_good_label(value) is not None} - {*ANSWERS}
+        return (
+            are_labels(values)
+            and are_mostly_ratings(values)
+            and bool(words)
+            and False in map(is_good_label, values)
+        )
 
     return [name for name, values in columns.items() if rates(name, values)]
 
@@ -335,11 +350,21 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
     return labels + [name for name in rated if name in free]
 
 
+def _may_be_bad(columns: Mapping[str, Values], name: str) -> bool:
+    """Returns False if all values of a column mean good, such as `true` in each row of a filtered file."""
+    values = without_blanks(columns[name])
+    return not values or not all(is_good_label(value) for value in values)
+
+
 def _bad_marks(columns: Mapping[str, Values]) -> Iterator[str]:
-    """Yields the columns whose name means bad, such as thumbs_down, and whose values are ratings."""
+    """Yields the columns whose name means bad, such as thumbs_down, and whose values mark some rows."""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and are_mostly_ratings(without_blanks(values)):
+        if (
+            bad
+            and are_mostly_ratings(values := without_blanks(values))
+            and True in map(is_good_label, values)
+        ):
             yield name
 
 

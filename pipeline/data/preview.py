@@ -205,6 +205,8 @@ def check_unread_label(head: Head) -> None:
         return
     if are_mostly_ratings(guess.labels_in_rows({"label": [*LABEL_FIELDS]}, head.rows)):
         return
+    if any("reward_version" in row for row in head.rows[:1]):
+        used.add("score")  # rows of `collect`, which has chosen them by their score
     if problem := guess.unread_label_note(head.rows, columns, used, head.section):
         raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
 

@@ -396,7 +396,7 @@ def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     kept = {split: sum_counts(counts, split)["kept"].total() for split in ("train", "eval")}
     if options.eval_fraction and not all(kept.values()):
         raise InputError(
-            f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by prompt, leaves no rows for "
+            f"a split of {options.eval_fraction} of {sum(kept.values())} rows, by the beginnings of their prompts, leaves no rows for "
             f"`{'eval' if kept['train'] else 'train'}`; set another share, or use held-out rows: data.eval=eval.jsonl",
             key="data.eval_fraction",
         )

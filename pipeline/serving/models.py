@@ -126,7 +126,7 @@ class Models:
                     # Checks the version outside of the batcher's thread, because checks would delay the batch.
                     work = self.host.work
                     model = check_inputs(work, {key: version}, self.files)[key]
-                    check_same_tokens(work.model, self.host.tokenizer, f"serve.{key}", model)
+                    check_same_tokens(work, self.host.tokenizer, f"serve.{key}", model)
                     self.batcher.run(partial(self._serve, key, version, model)).result()
                     changes[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:

@@ -222,25 +222,28 @@ def _checked_model(work: Work, name: str, reference: str, files: Base) -> Input:
     return Input(reference, "adapter", folder, facts)
 
 
-def check_same_tokens(model: Model, tokenizer: Any, key: str, adapter: Input) -> None:
+def check_same_tokens(work: Work, tokenizer: Any, key: str, adapter: Input) -> None:
     """Raises InputError if an adapter was trained with another chat template, unless the job sets model.chat_template.
 
     All models of a run read the same tokens. Prints a warning if the job's template or the base's tokenizer is another one.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 
-    lineage, trained = adapter.lineage, f"{adapter.version} was trained with another"
+    model, lineage, trained = work.model, adapter.lineage, f"{adapter.version} was trained with another"
     if lineage.get("tokenizer") not in (None, tokenizer_digest(tokenizer)):
         effect = f"The tokenizer of {model.name_or_path} has changed, so the model may read other tokens"
         print(f"warning: {key}: {trained} tokenizer. {effect}", flush=True)
     if lineage.get("chat_template") in (None, template_digest(tokenizer)):
         return
     if model.chat_template is None:
-        raise InputError(
-            f"{trained} chat template than the other models of this job, and all of them read the same tokens; use models that were "
-            "trained with one template, or set model.chat_template to the template for all of them",
-            key=key,
-        )
+        if work.spec.runs_in == "here":
+            advice = "a run exports models of one template only; use one run with reward=null and one with policy=null"
+        else:
+            advice = (
+                "all models of a run read the same tokens; leave this model out, use models of one template, or set "
+                "model.chat_template to the file of one template for all"
+            )
+        raise InputError(f"{trained} chat template than this run uses: {advice}", key=key)
     print(f"warning: {key}: {trained} chat template than {model.chat_template}", flush=True)
 
 

@@ -85,16 +85,19 @@ def check_row_format(
         keys: {name of an input: its key in the job}.
         rows: the form in which the models read the rows (chat, text or both), or None if the job has no rows.
     """
-    forms = {"text": "plain text", "chat": "messages", "both": "messages"}
+    forms = {
+        "text": "plain text",
+        "chat": "messages in the chat template",
+        "both": "messages in the chat template",
+    }
     for name, model in inputs.items():
         trained = str(model.lineage.get("rows"))
         differs = (trained, rows) in (("text", "chat"), ("text", "both"), ("chat", "text"))
         if differs and data.apply_chat_template is None:
-            needed, found = forms[trained], forms[str(rows)]
-            apply = str(found == "messages").lower()
+            stage, apply = model.lineage["stage"], str(trained == "text").lower()
             raise InputError(
-                f"{model.version} was trained by {model.lineage['stage']} on {needed}, and this job has rows of {found}; use rows of "
-                f"{needed}, train {model.lineage['stage']} on {found}, or set data.apply_chat_template={apply} to continue in another format",
+                f"{model.version} was trained by {stage} on {forms[trained]}, and the models of this run read {forms[str(rows)]}; train "
+                f"{stage} with data.apply_chat_template={apply}, or set this key here to use the model in another format",
                 key=keys[name],
             )
 

@@ -58,7 +58,7 @@ def settle_job(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> Wo
         )
     tokenizer = _tokenizer(work.model, adapters, "policy" in work.named)
     for name, adapter in adapters.items():
-        check_same_tokens(work.model, tokenizer, work.keys[name], adapter)
+        check_same_tokens(work, tokenizer, work.keys[name], adapter)
     return replace(work, room=room, inputs=inputs, tokenizer=tokenizer)
 
 

@@ -207,7 +207,7 @@ def test_rows_that_the_chat_template_rejects_are_reported(here, capsys):
 
 
 def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, capsys):
-    made = [{**row, "thumbs_up": n % 2, "thumbs_down": 0} for n, row in enumerate(ASKED)]
+    made = [{**row, "thumbs_up": n % 2, "thumbs_down": 1 - n % 2} for n, row in enumerate(ASKED)]
     rows(here / "log.jsonl", [{**row, "answer": f"It is {n}."} for n, row in enumerate(made)])
     init("log.jsonl")
     shown = capsys.readouterr().out

@@ -108,7 +108,7 @@ def test_a_hold_out_keeps_conversations_together(tmp_path):
 
     def turns(number, count):
         for turn in range(count):
-            yield {"role": "user", "content": f"q{number}" if turn == 0 else "And then?"}
+            yield {"role": "user", "content": f"question q{number}" if turn == 0 else "And then?"}
             yield {"role": "assistant", "content": f"a{number}, {turn}"}
 
     system = {"role": "system", "content": "Be brief."}
@@ -119,12 +119,29 @@ def test_a_hold_out_keeps_conversations_together(tmp_path):
         texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.eval)]
         # the same conversations as if each row had only its first turn
         keys = {
-            f"q{i}": json.dumps([["system", "Be brief."], ["user", f"q{i}"]]) if head else f"q{i}"
+            f"q{i}": json.dumps([["system", "Be brief."], ["user", f"question q{i}"]])
+            if head
+            else f"question q{i}"
             for i in range(40)
         }
         held_out = {question for question, key in keys.items() if hash_text(f"0:{key}") < 0.3 * 2**64}
         assert Counter(re.search(r"q\d+", text)[0] for text in texts) == dict.fromkeys(held_out, 3)
         assert len(made.train) == 120 - 3 * len(held_out)
+
+
+def test_conversations_that_begin_with_a_greeting_are_on_both_sides(tmp_path):
+    """Otherwise all rows would have one key, and no share would give rows for both splits."""
+    rows = [
+        {
+            "messages": [
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant") * 2, texts, strict=True)
+            ]
+        }
+        for texts in (("Hi", "Hello!", f"How far is city {i}?", f"{i} km") for i in range(40))
+    ]
+    made = make(tmp_path, train=write(tmp_path / "rows.jsonl", rows), eval_fraction=0.3, template=CHATML)
+    assert len(made.train) > len(made.eval) > 0
 
 
 def test_packing_does_not_split_rows(tmp_path):

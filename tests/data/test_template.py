@@ -97,8 +97,8 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, tmp_path):
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
         assert text_as_chat(settle_job(job).tokenizer, None) is chat
         inputs = {"reward.0": Input(folder, "adapter", folder, lineage.read(folder, folder))}
-        for form, words in (("text", "plain text"), ("chat", "messages")):
-            why = f"^reward: .* was trained by sft on .*, and this job has rows of {words}; .*=.* to continue"
+        for form, words in (("text", "plain text"), ("chat", "messages in the chat template")):
+            why = f"^reward: .* was trained by sft on .*, and the models of this run read {words}; train sft with data"
             with nullcontext() if rows in (form, "both") else pytest.raises(InputError, match=why):
                 check_row_format(job.data, inputs, {"reward.0": "reward"}, form)
 
