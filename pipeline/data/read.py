@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.job.job import sources_of
 from pipeline.system import storage
 
-VERSION = 19  # version of the parts; increase it if the same rows now produce different tokens or reports
+VERSION = 20  # version of the parts; increase it if the same rows now produce different tokens or reports
 SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray, which takes seconds to start
 
 
