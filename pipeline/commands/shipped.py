@@ -38,4 +38,5 @@ def write_schema(folder: Path) -> None:
     The first line of each job file links to this copy.
     """
     if not (file := folder / "schema.json").exists():
+        file.unlink(missing_ok=True)  # a copy of jobs/ has a link to a file of the clone
         shutil.copyfile(JOBS / "schema.json", file)
