@@ -67,9 +67,8 @@ NAMES = {
 }
 CONTEXTS = ("context", "passage", "document")  # columns with the context of a question
 Rows = Sequence[dict[str, Any]]
-ANSWERS = (
-    "true false yes no t f y n".split()
-)  # words that answer any question, not only whether a completion is good
+# Words that answer any question, not only whether a completion is good
+ANSWERS = "true false yes no t f y n".split()
 LOOKED = 50  # number of rows on which a guess is tested
 # words that distinguish the names of the two columns of a pair
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
@@ -234,8 +233,7 @@ def _assistant_messages(rows: Rows, fields: Iterable[str]) -> Iterator[dict[str,
 def unclear_label_note(rows: Rows, used: Collection[str] = ()) -> str:
     """Returns a message if it is unclear which completions are good, or "".
 
-    It is unclear which completions are good if a column name such as thumbs_down marks bad rows, or if several columns may be the
-    completion. Columns in `used` are ignored.
+    A column name such as thumbs_down may mark bad rows, or several columns may be the completion. Columns in `used` are ignored.
     """
     columns = {name: values for name, values in _columns(rows).items() if name not in used}
     texts, questions = _texts(columns), _questions(rows[:LOOKED])
@@ -360,11 +358,8 @@ def _bad_marks(columns: Mapping[str, Values]) -> Iterator[str]:
     """Yields the columns whose name means bad, such as thumbs_down, and whose values mark some rows."""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if (
-            bad
-            and are_mostly_ratings(values := without_blanks(values))
-            and True in map(is_good_label, values)
-        ):
+        values = without_blanks(values)
+        if bad and are_mostly_ratings(values) and True in map(is_good_label, values):
             yield name
 
 

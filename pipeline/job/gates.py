@@ -26,16 +26,8 @@ HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
     undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
     router_aux_loss_coef""".split()
-# Losses of TRL's DPOTrainer that combine the rows of a micro-batch: a mean over tokens, or sorted margins
-BATCH_LOSSES = {"sft", "aot", "aot_unpaired"}
 # Keys of `trainer` that affect the completions of an evaluation, or the scores or the KL of these completions.
 SAMPLING = "response_length min_new_tokens temperature missing_eos_penalty reward_clip kl_estimator".split()
-
-
-def combines_rows(trainer: Mapping[str, Any]) -> bool:
-    """Returns True if the section `trainer` has one of the BATCH_LOSSES, whose value depends on the size of a micro-batch."""
-    losses = trainer.get("loss_type") or []
-    return not BATCH_LOSSES.isdisjoint([losses] if isinstance(losses, str) else losses)
 
 
 def parse_gate(rule: Any) -> tuple[str, float | None]:

@@ -107,7 +107,7 @@ class Data:
     mean a tie."""
     eval_fraction: Fraction = 0.0
     """Share of the prompts of `train` to hold out. Conversations with the same system prompt and the same first user
-    message stay together."""
+    message, apart from greetings, stay together."""
     max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
     """Maximum number of tokens of a row. The default is the context length of the model."""
     on_error: Literal["raise", "skip"] = "raise"

@@ -39,9 +39,8 @@ class Best:
 
     metric: str
     greater_is_better: bool
-    patience: (
-        int | None
-    )  # training stops after this many evaluations without improvement; None means no limit
+    # Training stops after this many evaluations without improvement. None means no limit.
+    patience: int | None
     # Trainable parameters to restore at the best step, or {} if the run keeps the last weights.
     parameters: dict[str, torch.nn.Parameter]
     report: Report | None = None

@@ -19,7 +19,6 @@ from typing import Any, cast
 from pipeline import run_folder
 from pipeline.errors import InputError, in_brief
 from pipeline.input_uri import InputURI
-from pipeline.job.gates import combines_rows
 from pipeline.job.identity import Identity
 from pipeline.job.stages import INPUTS
 from pipeline.registry import lineage
@@ -41,6 +40,8 @@ MAY_CHANGE = (
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.worker_wait_timeout_s",
     "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
+# Losses of TRL's DPOTrainer that combine the rows of a micro-batch: a mean over tokens, or sorted margins
+BATCH_LOSSES = {"sft", "aot", "aot_unpaired"}
 # Keys that a resumed run may not change if it compares its evaluations. The keys decide which step is saved and when training
 # stops.
 COMPARISON = (
@@ -221,8 +222,9 @@ def blocking_changes(old_job: dict[str, Any], run: Identity) -> dict[str, tuple[
     """
     spec, settings = run.spec, run.settings
     ignored = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    # With data.batch_size, this key only limits the rows in memory.
-    if spec.online or (settings["data"]["batch_size"] and not combines_rows(settings["trainer"])):
+    losses = settings["trainer"].get("loss_type") or []
+    per_row = BATCH_LOSSES.isdisjoint([losses] if isinstance(losses, str) else losses)
+    if spec.online or (settings["data"]["batch_size"] and per_row):  # the key only limits the rows in memory
         ignored.append("trainer.per_device_train_batch_size")
     if spec.learns:  # in other stages, these keys set the judge of the output and the size of the parts
         ignored += ["judge", "trainer.local_rollout_forward_batch_size"]

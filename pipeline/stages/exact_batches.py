@@ -106,7 +106,7 @@ class ExactBatches(Trainer):
     share of the rows.
 
     Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward, max_reward, kto's KL, and dpo's losses
-    in gates.BATCH_LOSSES depend on per_device_eval_batch_size, because TRL computes them for each batch.
+    sft, aot and aot_unpaired depend on per_device_eval_batch_size, because TRL computes them for each batch.
     """
 
     mixture: Mixture | None = None  # mixture of the sources in train_dataset; set before training
